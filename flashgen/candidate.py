@@ -1,0 +1,112 @@
+"""Candidate: one kernel that could solve a problem. Its Variant chooses the generated text, its Config the numbers in it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from flashgen import canonical
+from flashgen.errors import ArgumentError
+
+CHOICES = {
+    "family": ("forward",),
+    "backend": ("triton",),
+    "mask": ("full", "causal", "window"),
+    "load": ("pointer", "tma"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Structure: what the generated module looks like. One variant, one module; numbers never change its text.
+
+    family, backend  which template: templates/<backend>/<family>.py.jinja.
+    mask             full: every key; causal: a bound on the right of the diagonal only; window: bounds on both sides.
+    load             how tiles of Q, K and V are read: pointer arithmetic, or TMA tensor descriptors made on the host.
+    masked_apart     blocks that the mask or the end of the keys cuts have a loop of their own; else one loop masks every block.
+    longest_first    row blocks are launched from the last to the first, so that causal work ends evenly.
+    persistent       one program an SM slot walks over many row blocks, instead of one program a row block.
+    padded           a head dim is not a power of two: pointer loads mask the columns beyond it (TMA fills them with zeros).
+    scale_first      scores are scaled before their row maximum is taken: right for negative scales too, one product an element
+                     more. Without it the scale must be at least 0.
+    store_lse        the kernel also writes the log-sum-exp of each row.
+    """
+
+    family: str = "forward"
+    backend: str = "triton"
+    mask: str = "full"
+    load: str = "pointer"
+    masked_apart: bool = True
+    longest_first: bool = False
+    persistent: bool = False
+    padded: bool = False
+    scale_first: bool = False
+    store_lse: bool = False
+
+    def __post_init__(self) -> None:
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
+
+    @cached_property
+    def name(self) -> str:
+        """Words for the choices, then each flag that is set: forward_triton_causal_tma_masked_apart."""
+        values = [(each.name, getattr(self, each.name)) for each in fields(self)]
+        return "_".join(name if value is True else value for name, value in values if value is not False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Numbers: they reach the kernel as constexpr arguments or launch options.
+
+    block_m, block_n  rows of Q and of K/V in a tile.
+    num_warps         warps a program.
+    num_stages        depth of the software pipeline over K/V tiles.
+    maxnreg           cap on registers a thread; None leaves it to the compiler.
+    head_group        how many (batch, head) pairs are walked together, row block by row block; 1 finishes a head before the
+                      next. More heads balance causal work better, and want more of L2.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None = None
+    head_group: int = 1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name == "maxnreg" and value is None:
+                continue
+            if type(value) is not int or value < 1:
+                raise ArgumentError(f"{each.name} is {value!r}; it must be a whole number of at least 1")
+
+    def __str__(self) -> str:
+        text = f"{self.block_m}x{self.block_n} warps {self.num_warps} stages {self.num_stages}"
+        if self.maxnreg is not None:
+            text += f" maxnreg {self.maxnreg}"
+        if self.head_group != 1:
+            text += f" heads {self.head_group}"
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A variant and a config."""
+
+    variant: Variant = field(default_factory=Variant)
+    config: Config
+
+    @cached_property
+    def key(self) -> str:
+        """sha256 of the canonical JSON."""
+        return canonical.key(self)
+
+    def __str__(self) -> str:
+        return f"{self.variant.name} {self.config}"
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Candidate":
+        """The candidate whose stored form is data. Raises ArgumentError for anything unknown."""
+        return canonical.from_dict(cls, data)
