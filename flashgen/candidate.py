@@ -25,7 +25,6 @@ class Variant:
     load             how tiles of Q, K and V are read: pointer arithmetic, or TMA tensor descriptors made on the host.
     masked_apart     blocks that the mask or the end of the keys cuts have a loop of their own; else one loop masks every block.
     longest_first    row blocks are launched from the last to the first, so that causal work ends evenly.
-    persistent       one program an SM slot walks over many row blocks, instead of one program a row block.
     padded           a head dim is not a power of two: pointer loads mask the columns beyond it (TMA fills them with zeros).
     scale_first      scores are scaled before their row maximum is taken: right for negative scales too, one product an element
                      more. Without it the scale must be at least 0.
@@ -38,7 +37,6 @@ class Variant:
     load: str = "pointer"
     masked_apart: bool = True
     longest_first: bool = False
-    persistent: bool = False
     padded: bool = False
     scale_first: bool = False
     store_lse: bool = False
@@ -54,6 +52,25 @@ class Variant:
         values = [(each.name, getattr(self, each.name)) for each in fields(self)]
         return "_".join(name if value is True else value for name, value in values if value is not False)
 
+    @classmethod
+    def named(cls, name: str) -> "Variant":
+        """The variant with this name. Raises ArgumentError where no variant has it."""
+        words, values, rest = list(CHOICES), {}, name + "_"
+        for word in words:
+            for value in CHOICES[word]:
+                if rest.startswith(value + "_"):
+                    values[word] = value
+                    rest = rest.removeprefix(value + "_")
+                    break
+        flags = {}
+        for each in fields(cls):
+            if each.name not in CHOICES:
+                flags[each.name] = rest.startswith(each.name + "_")
+                rest = rest.removeprefix(each.name + "_")
+        if rest or len(values) < len(words):
+            raise ArgumentError(f"variant is {name!r}, which names no variant; one would be {cls().name}")
+        return cls(**values, **flags)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
@@ -65,6 +82,8 @@ class Config:
     maxnreg           cap on registers a thread; None leaves it to the compiler.
     head_group        how many (batch, head) pairs are walked together, row block by row block; 1 finishes a head before the
                       next. More heads balance causal work better, and want more of L2.
+    persistent        the grid holds as many programs as fit on the device at once, and each walks over several row blocks;
+                      else there is a program for each. The kernel is the same.
     """
 
     block_m: int
@@ -73,14 +92,17 @@ class Config:
     num_stages: int
     maxnreg: int | None = None
     head_group: int = 1
+    persistent: bool = False
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if each.name == "maxnreg" and value is None:
-                continue
+        if not isinstance(self.persistent, bool):
+            raise ArgumentError(f"persistent is {self.persistent!r}; it must be True or False")
+        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group"):
+            value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise ArgumentError(f"{each.name} is {value!r}; it must be a whole number of at least 1")
+                raise ArgumentError(f"{name} is {value!r}; it must be a whole number of at least 1")
+        if self.maxnreg is not None and (type(self.maxnreg) is not int or self.maxnreg < 1):
+            raise ArgumentError(f"maxnreg is {self.maxnreg!r}; it must be a whole number of at least 1, or None")
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n} warps {self.num_warps} stages {self.num_stages}"
@@ -88,7 +110,7 @@ class Config:
             text += f" maxnreg {self.maxnreg}"
         if self.head_group != 1:
             text += f" heads {self.head_group}"
-        return text
+        return text + " persistent" * self.persistent
 
 
 @dataclass(frozen=True, kw_only=True)
