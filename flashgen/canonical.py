@@ -5,6 +5,7 @@ Fields at their default are left out, so that a field added later keeps the keys
 
 import dataclasses
 import enum
+import functools
 import hashlib
 import json
 import math
@@ -49,7 +50,7 @@ def from_dict(cls: type[T], data: object) -> T:
     """
     if not isinstance(data, Mapping):
         raise ArgumentError(f"{cls.__name__}: expected a mapping of its fields, got {type(data).__name__}")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(fields))
     if unknown:
@@ -78,7 +79,16 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no stored form")
 
 
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
 def _restored(hint: Any, value: Any, where: str) -> Any:
+    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    if hint in (int, str, bool) and type(value) is hint:
+        return value
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in arguments:
@@ -98,8 +108,4 @@ def _restored(hint: Any, value: Any, where: str) -> Any:
             return tuple(_restored(kind, item, where) for kind, item in zip(kinds, value))
     if origin is not None and issubclass(origin, Mapping) and isinstance(value, Mapping):
         return {str(name): _restored(arguments[1], item, where) for name, item in value.items()}
-    if hint is float and isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    if hint in (int, str, bool) and type(value) is hint:
-        return value
     raise ArgumentError(f"{where}: {value!r} is not of type {getattr(hint, '__name__', hint)}")

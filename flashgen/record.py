@@ -109,7 +109,7 @@ class Provenance:
     driver: str
     gpu: str
     utc: str  # ISO 8601, seconds
-    origin: str = "local"  # or shipped
+    origin: str = "local"  # or shipped (with flashgen), imported (from a file); says how the row came here, and is no part of its key
 
 
 @dataclass(frozen=True, kw_only=True)
