@@ -63,10 +63,10 @@ def test_contents(wheel: Path) -> None:
 def test_finds_its_templates_and_winners(site: Path, tmp_path: Path) -> None:
     script = """
 import json, flashgen
-from flashgen import database, render
+from flashgen import render
 from flashgen.candidate import Variant
 print(json.dumps([
-    flashgen.__file__, str(render.templates_dir()), str(database.shipped_dir()), len(render.render(Variant()).text),
+    flashgen.__file__, str(render.templates_dir()), str(render.shipped_dir("tuning_db")), len(render.render(Variant()).text),
     len(flashgen.Database.open().winners()),
 ]))
 """
