@@ -104,7 +104,7 @@ def _attend(
     group = heads_q // heads_kv
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     lse = torch.full((batch, heads_q, seqlen_q), -math.inf, dtype=precision, device=query.device)
-    q, o, lse_of_group = (t.unflatten(1, (heads_kv, group)) for t in (q, o, lse))  # (batch, heads_kv, group, seqlen_q, ...)
+    q, o, lse_of_group = (torch.unflatten(t, 1, (heads_kv, group)) for t in (q, o, lse))  # (batch, heads_kv, group, seqlen_q, ...)
 
     for items, heads, blocks in _blocks(batch, heads_kv, seqlen_q, group * seqlen_kv * precision.itemsize):
         keys, values = k[items, heads].to(precision), v[items, heads].to(precision)  # (items, heads, seqlen_kv, head_dim)
@@ -116,7 +116,7 @@ def _attend(
             span = slice(int(seen[0]), int(seen[-1]) + 1)  # no row of the block sees a key outside it
             these = slice(rows.start, rows.stop)
             queries = q[items, heads, :, these].to(precision).flatten(2, 3)  # (items, heads, group * rows, head_dim)
-            scores = (queries @ keys[:, :, span].transpose(-1, -2)).mul_(scale).unflatten(2, (group, len(rows)))
+            scores = torch.unflatten((queries @ keys[:, :, span].transpose(-1, -2)).mul_(scale), 2, (group, len(rows)))
             scores.masked_fill_(~sees[:, span], -math.inf)
             most = scores.amax(dim=-1, keepdim=True)
             most.masked_fill_(most == -math.inf, 0.0)
@@ -124,7 +124,7 @@ def _attend(
             total = weights.sum(dim=-1, keepdim=True)
             lse_of_group[items, heads, :, these] = (most + total.log()).squeeze(-1)
             sums = weights.to(weights_dtype).to(precision).flatten(2, 3) @ values[:, :, span]
-            o[items, heads, :, these] = sums.unflatten(2, (group, len(rows))) / total.masked_fill_(total == 0, 1.0)
+            o[items, heads, :, these] = torch.unflatten(sums, 2, (group, len(rows))) / total.masked_fill_(total == 0, 1.0)
     return out, lse
 
 
@@ -147,10 +147,9 @@ def _blocks(batch: int, heads_kv: int, seqlen_q: int, row_bytes: int) -> Iterato
 def _ieee_products() -> Iterator[None]:
     """Float32 matrix products on the GPU in float32, for the time being."""
     matmul = torch.backends.cuda.matmul
-    name, ieee = ("fp32_precision", "ieee") if hasattr(matmul, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(matmul, name)
-    setattr(matmul, name, ieee)
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        setattr(matmul, name, before)
+        matmul.fp32_precision = before

@@ -66,18 +66,16 @@ def test_masks_agree_with_an_explicit_boolean_matrix(mask, lengths):
 @pytest.mark.parametrize("heads", [(6, 2), (3, 1), (4, 4)])
 def test_blocks_change_nothing(monkeypatch, heads):
     """Tiny blocks of rows, heads and batch items; grouped heads; head dims that differ; both layouts."""
-    q, k, v = tensors(3, *heads, 37, 29, 12, 20)
+    q, k, v = tensors(3, *heads, 23, 19, 12, 20)
     whole, whole_lse = reference.attention(q, k, v, mask="causal", window=(11, None))
-    expected, expected_lse = by_torch(q, k, v, explicit("causal", (11, None), 37, 29), 1 / math.sqrt(12))
+    expected, expected_lse = by_torch(q, k, v, explicit("causal", (11, None), 23, 19), 1 / math.sqrt(12))
     torch.testing.assert_close(whole, expected, rtol=0, atol=1e-13)
     torch.testing.assert_close(whole_lse, expected_lse, rtol=0, atol=1e-13)
-    for rows, scores_bytes in itertools.product((1, 5, 64), (1, 3000, 40000)):
+    for rows, scores_bytes in ((1, 40000), (5, 3000), (16, 1)):
         monkeypatch.setattr(reference, "BLOCK_ROWS", rows)
         monkeypatch.setattr(reference, "SCORES_BYTES", scores_bytes)
-        out, lse = reference.attention(
-            *(t.transpose(1, 2) for t in (q, k, v)), mask="causal", window=(11, None), layout="bshd"
-        )
-        assert out.shape == (3, 37, heads[0], 20) and lse.shape == (3, heads[0], 37)
+        out, lse = reference.attention(*(t.transpose(1, 2) for t in (q, k, v)), mask="causal", window=(11, None), layout="bshd")
+        assert out.shape == (3, 23, heads[0], 20) and lse.shape == (3, heads[0], 23)
         torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-13)
         torch.testing.assert_close(lse, expected_lse, rtol=0, atol=1e-13)
 
@@ -203,8 +201,6 @@ def test_plain_has_the_error_of_its_dtype(dtype, most):
 def test_plain_leaves_the_precision_switches_alone():
     """N29: TF32 is off inside, and whatever the caller chose outside."""
     matmul = torch.backends.cuda.matmul
-    if not hasattr(matmul, "fp32_precision"):
-        pytest.skip("this torch has only the older switch")
     before = matmul.fp32_precision
     try:
         matmul.fp32_precision = "tf32"
