@@ -1,0 +1,1 @@
+"""flashgen db: rows out of the database, into it, and away."""

@@ -1,0 +1,43 @@
+"""flashgen model: the paper's traffic analysis and roofline."""
+
+import dataclasses
+import math
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flashgen.cli.command import Answer
+from flashgen.device import DEVICES, Device
+from flashgen.errors import ArgumentError
+
+
+def model(
+    seqlen: Annotated[int, typer.Option(metavar="N", help="Length of the sequence.", show_default=False)],
+    head_dim: Annotated[int, typer.Option(metavar="N", help="Head dim.")] = 128,
+    heads: Annotated[int, typer.Option(metavar="N", help="Heads of the layer.")] = 32,
+    device: Annotated[str, typer.Option(metavar="NAME", help=f"{', '.join(DEVICES)}.")] = "h100",
+    sram_kb: Annotated[
+        float | None, typer.Option(metavar="KB", help="On-chip memory in units of 1024 bytes; by default one SM's.", show_default=False)
+    ] = None,
+) -> Answer:
+    """Memory traffic and time of standard attention and FlashAttention, by the paper's model.
+
+    Elements are per head, times and score bytes over all heads; bf16, forward, no mask.
+    """
+    from flashgen import theory
+
+    if sram_kb is not None and not (sram_kb > 0 and math.isfinite(sram_kb)):
+        raise ArgumentError(f"--sram-kb is {sram_kb}; it must be above 0")
+    part = Device.named(device)
+    sram_bytes = None if sram_kb is None else sram_kb * 1024
+    layer = theory.layer(seqlen, head_dim, heads, part, sram_bytes=sram_bytes)
+
+    def show(console: Console) -> None:
+        from flashgen.report.layer import layer_plot, layer_table
+
+        console.print(layer_table(layer, seqlen, head_dim, heads, part))
+        console.print()
+        console.print(layer_plot(seqlen, head_dim, part, sram_bytes))
+
+    return Answer(data=dataclasses.asdict(layer), show=show)

@@ -1,0 +1,30 @@
+"""Reports made from records: tables in the terminal, and one HTML page.
+
+units    numbers as people read them
+braille  a line plot in the terminal
+layer    the paper's model as a table and a plot
+summary  what the rows of one problem come to; the numbers under both reports
+tables   the report in the terminal
+page     the report as HTML
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from flashgen.report.page import html
+    from flashgen.report.tables import terminal
+
+__all__ = ["html", "terminal"]
+
+
+def __getattr__(name: str) -> Any:
+    # The page alone needs Plotly and Jinja, which take a while to import.
+    if name == "terminal":
+        from flashgen.report.tables import terminal
+
+        return terminal
+    if name == "html":
+        from flashgen.report.page import html
+
+        return html
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

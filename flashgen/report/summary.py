@@ -1,0 +1,213 @@
+"""What the rows of one problem on one device come to: the numbers under every report."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from flashgen import space, theory
+from flashgen.database import ranking
+from flashgen.candidate import Candidate
+from flashgen.device import Device
+from flashgen.problem import Problem
+from flashgen.record import Record, Status
+from flashgen.report.units import tflops
+
+# Predicted and skipped rows are no failures; a peer that does not apply is not a row at all.
+FAILURES = tuple(status for status in Status if status not in (Status.OK, Status.PREDICTED, Status.SKIPPED))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Failure:
+    """Trials that ended the same way for the same reason, and what one of them said."""
+
+    status: Status
+    reason: str
+    count: int
+    example: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """All rows of one problem on one device.
+
+    trials     rows of candidates, in the order in which they ran.
+    winner     the best measured and right one by the database's rules; None where nothing was measured.
+    favourite  the row that the cost model puts first, measured or not.
+    default    the fastest measurement of the hand-picked candidate.
+    peers      the fastest measurement of each other implementation, fastest first.
+    """
+
+    problem: Problem
+    device: Device
+    trials: tuple[Record, ...]
+    winner: Record | None
+    favourite: Record | None
+    default: Record | None
+    peers: tuple[Record, ...]
+
+    @property
+    def measured(self) -> list[Record]:
+        """Trials with a time, in order."""
+        return [record for record in self.trials if record.is_winner_material]
+
+    @property
+    def is_predicted_only(self) -> bool:
+        """Nothing ran on the device."""
+        return not self.measured
+
+    @cached_property
+    def roofline_us(self) -> float:
+        """The least time that compulsory work and traffic take on this device."""
+        return theory.bound_s(self.problem, self.device) * 1e6
+
+    @property
+    def rank_correlation(self) -> float | None:
+        """Spearman's correlation of predicted and measured times; None for fewer than three trials."""
+        pairs = [(record.estimate.time_s, time_us(record)) for record in self.measured if record.estimate is not None]
+        return rank_correlation([first for first, _ in pairs], [second for _, second in pairs])
+
+    @property
+    def failures(self) -> list[Failure]:
+        """Failed trials by status and reason, most frequent first."""
+        groups: dict[tuple[Status, str], list[str]] = {}
+        for record in self.trials:
+            if record.measurement.status in FAILURES:
+                groups.setdefault((record.measurement.status, reason(record)), []).append(record.measurement.message)
+        rows = [Failure(status=status, reason=why, count=len(all_), example=all_[0]) for (status, why), all_ in groups.items()]
+        return sorted(rows, key=lambda row: (-row.count, row.status.value, row.reason))
+
+    def tflops(self, record: Record) -> float:
+        """TFLOP/s of a measured row, counting what the mask leaves."""
+        return tflops(self.problem.flops, time_us(record) * 1e-6)
+
+    @property
+    def roofline_tflops(self) -> float:
+        """TFLOP/s at the roofline."""
+        return tflops(self.problem.flops, self.roofline_us * 1e-6) if self.problem.flops else 0.0
+
+    def contenders(self) -> list[tuple[str, Record]]:
+        """(name, row) of what is compared side by side: winner, default, then the peers."""
+        rows = [("winner", self.winner), ("default", self.default)]
+        return [(name, record) for name, record in rows if record is not None] + [(peer_name(record), record) for record in self.peers]
+
+
+def summarize(records: Iterable[Record]) -> list[Summary]:
+    """One Summary for each problem and device among the rows, in a fixed order."""
+    groups: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        groups.setdefault((record.device.key, record.problem.key), []).append(record)
+    return sorted((_summary(group) for group in groups.values()), key=_order)
+
+
+def time_us(record: Record) -> float:
+    """The median time of a measured row."""
+    if record.measurement.median_us is None:
+        raise ValueError(f"a row with status {record.measurement.status.value} has no time")
+    return record.measurement.median_us
+
+
+def label(candidate: Candidate) -> str:
+    """What tells a candidate from the others of its problem: 128x64 warps 8 stages 3, tma, masked apart."""
+    variant = candidate.variant
+    flags = [name.replace("_", " ") for name in ("masked_apart", "longest_first", "scale_first") if getattr(variant, name)]
+    return ", ".join([str(candidate.config), variant.load, *flags])
+
+
+def describe(record: Record) -> str:
+    """A row's candidate, or its peer's version."""
+    if record.candidate is not None:
+        return label(record.candidate)
+    return record.peer.version if record.peer is not None else ""
+
+
+def reason(record: Record) -> str:
+    """What a failure's message begins with, where it names its reason before a colon; else the status in words."""
+    head, colon, _ = record.measurement.message.partition(":")
+    return head if colon and len(head) <= 40 and "\n" not in head else record.measurement.status.value.replace("_", " ")
+
+
+def peer_name(record: Record) -> str:
+    """SDPA's backends by the name PyTorch gives them, others by their own."""
+    name = record.peer.name if record.peer is not None else ""
+    return f"SDPA {name}" if name in ("cudnn", "flash", "efficient", "math") else name
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Spearman's rank correlation, equal values sharing their mean rank; None where it says nothing (under 3 pairs, no spread)."""
+    if len(first) < 3:
+        return None
+    a, b = _ranks(first), _ranks(second)
+    mean = (len(a) + 1) / 2
+    covariance = sum((x - mean) * (y - mean) for x, y in zip(a, b))
+    spread = sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b)
+    return covariance / spread**0.5 if spread > 0 else None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        stop = start
+        while stop < len(order) and values[order[stop]] == values[order[start]]:
+            stop += 1
+        for position in order[start:stop]:
+            ranks[position] = (start + stop + 1) / 2
+        start = stop
+    return ranks
+
+
+def _summary(records: list[Record]) -> Summary:
+    problem, device = records[0].problem, records[0].device
+    trials = tuple(sorted((record for record in records if record.candidate is not None), key=lambda record: record.provenance.utc))
+    measured = sorted((record for record in trials if record.is_winner_material), key=time_us)
+    estimated = [(record.estimate.time_s, record) for record in trials if record.estimate is not None]
+    default = space.default(problem, device)
+    ranked = ranking.ranked(_trial(index, record) for index, record in enumerate(trials))
+    peers: dict[str, Record] = {}
+    for record in records:
+        if record.peer is not None and record.measurement.status is Status.OK:
+            known = peers.get(record.peer.name)
+            if known is None or time_us(record) < time_us(known):
+                peers[record.peer.name] = record
+    return Summary(
+        problem=problem,
+        device=device,
+        trials=trials,
+        winner=trials[int(ranked[0].key)] if ranked else None,
+        favourite=min(estimated, key=lambda pair: pair[0])[1] if estimated else None,
+        default=next((record for record in measured if record.candidate == default), None),
+        peers=tuple(sorted(peers.values(), key=time_us)),
+    )
+
+
+def _trial(index: int, record: Record) -> ranking.Trial:
+    """What decides whether a row wins, under its index."""
+    resources = record.measurement.resources
+    return ranking.Trial(
+        key=f"{index:09}",
+        candidate_key=record.candidate.key if record.candidate is not None else "",
+        source_sha256=record.source_sha256,
+        status=record.measurement.status.value,
+        median_us=record.measurement.median_us,
+        origin=record.provenance.origin,
+        utc=record.provenance.utc,
+        smem_bytes=resources.smem_bytes if resources else None,
+        registers=resources.registers if resources else None,
+    )
+
+
+def _order(summary: Summary) -> tuple[object, ...]:
+    problem = summary.problem
+    return (
+        summary.device.name,
+        problem.dtype,
+        problem.head_dim_qk,
+        problem.head_dim_v,
+        problem.mask,
+        problem.seqlen_kv,
+        problem.seqlen_q,
+        problem.heads_q,
+        problem.batch,
+        problem.key,
+    )
