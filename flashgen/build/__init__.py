@@ -3,12 +3,15 @@
     kernel      Candidate -> Kernel, here and now
     modules     the generated modules, on disk and imported
     binary      registers, spills, shared memory, instructions
-    pool        many candidates in parallel processes that may hang or crash
+    pool        many candidates in parallel processes, which may hang or crash; foreman is what they run
     standalone  a Candidate as a module that needs no flashgen
+
+No module here initialises CUDA, but for Kernel.on, which loads a kernel on a device.
 """
 
 from flashgen.build.binary import ptxas_log, sass_mix
 from flashgen.build.kernel import Kernel, build
 from flashgen.build.modules import CacheInfo, cache_info, clear_cache
+from flashgen.build.pool import CompilePool
 
-__all__ = ["CacheInfo", "Kernel", "build", "cache_info", "clear_cache", "ptxas_log", "sass_mix"]
+__all__ = ["CacheInfo", "CompilePool", "Kernel", "build", "cache_info", "clear_cache", "ptxas_log", "sass_mix"]

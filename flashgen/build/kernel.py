@@ -26,12 +26,14 @@ _lock = threading.Lock()
 class Kernel:
     """A candidate as machine code, or as a function that Triton's interpreter runs (`compiled` is then None).
 
+    problem    what it was compiled for: its dtype, head dims and alignment are in the code.
     function   the jit function of the generated module.
     arg_names  its parameters, in order; whoever binds arguments looks them up by name.
     constants  the values of its constexpr parameters.
     """
 
     candidate: Candidate
+    problem: Problem
     source: Source
     function: Any
     compiled: Any | None
@@ -67,7 +69,8 @@ class Kernel:
         import triton
         from triton.runtime.errors import OutOfResources
 
-        loaded = copy.copy(self.compiled)  # the original is never loaded, so every copy starts without handles
+        # The original is never loaded, so every copy starts without handles.
+        loaded: Any = copy.copy(self.compiled)
         try:
             with torch.cuda.device(index):
                 loaded.run  # noqa: B018 - the first access loads the module on the current device
@@ -98,6 +101,7 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
         _require_resources(compiled, candidate, device)
     return Kernel(
         candidate=candidate,
+        problem=problem,
         source=source,
         function=function,
         compiled=compiled,
@@ -205,9 +209,8 @@ def _require_launchable(candidate: Candidate) -> None:
 def _require_resources(compiled: Any, candidate: Candidate, device: Device) -> None:
     """Triton itself asks for these only when it loads a kernel, on a device."""
     if compiled.metadata.shared > device.smem_per_block_bytes:
-        raise OutOfResourcesError(
-            f"{candidate} needs {compiled.metadata.shared} bytes of shared memory; a block of {device.name} has {device.smem_per_block_bytes}"
-        )
+        needed, there_is = compiled.metadata.shared, device.smem_per_block_bytes
+        raise OutOfResourcesError(f"{candidate} needs {needed} bytes of shared memory; a block of {device.name} has {there_is}")
     if compiled.metadata.num_warps > 32:
         raise OutOfResourcesError(f"{candidate} needs {compiled.metadata.num_warps * 32} threads; a block has at most 1024")
 

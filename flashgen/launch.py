@@ -1,0 +1,361 @@
+"""Kernel + tensors -> enqueued: the one launch path that check, bench and dispatch share.
+
+`prepare` binds everything that the shapes and strides decide; a call of the Launch it gives then only fills in addresses and the
+scale. Triton's own launcher looks at every argument again on each call and encodes every TMA descriptor anew; a Launch calls
+the C function beneath it, with descriptors kept by address.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.build.kernel import TENSORS, Kernel, block_of
+from flashgen.device import Device
+from flashgen.errors import ArgumentError, LaunchError
+from flashgen.problem import Problem
+
+MAX_BLOCK = 512  # rows of the largest tile: addresses are computed for all of them, also beyond the end
+MAX_GRID = 2**31 - 1
+KEPT_MAPS = 256  # encoded TMA descriptors a Launch keeps, each for one address of one tensor: 0.5 KB
+
+
+def needs_wide_offsets(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether some element lies 2^31 elements or more from the start of its tensor, so that strides must be 64-bit."""
+    return any(
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()) if size) >= 2**31
+        or MAX_BLOCK * max(tensor.stride(), default=0) >= 2**31
+        for tensor in tensors
+    )
+
+
+def programs_per_sm(*, registers: int, smem_bytes: int, num_warps: int, device: Device) -> int:
+    """How many programs of a kernel fit on one SM at once; at least 1.
+
+    Registers are given out per warp, 256 at a time; each block takes 1 KiB of shared memory for the system (sm_80 and later).
+    """
+    limits = [device.blocks_per_sm, device.threads_per_sm // (num_warps * 32), device.smem_per_sm_bytes // (smem_bytes + 1024)]
+    if registers:
+        warp_registers = -(-registers * 32 // 256) * 256
+        limits.append(device.registers_per_sm // (warp_registers * num_warps))
+    return max(1, min(limits))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Launch:
+    """A kernel bound to shapes and strides. Call it with tensors of just these, in the problem's layout.
+
+    enqueue       (stream, arguments) -> None: puts the kernel on a raw CUDA stream.
+    arguments     values of the kernel's parameters, in order; those that change with each call are filled in.
+    slots         where in them q, k, v, out and the scale go.
+    lse_slot      where the log-sum-exp goes; None if the kernel stores none.
+    encode        (which of q, k, v, out; address) -> TMA descriptor; None where the kernel takes addresses.
+    unaligned     bits of an address that must be 0.
+    index         of the CUDA device.
+    """
+
+    kernel: Kernel
+    enqueue: Callable[[int, list[Any]], object]
+    arguments: list[Any]
+    slots: tuple[int, int, int, int, int]
+    lse_slot: int | None
+    encode: Callable[[int, int], Any] | None
+    unaligned: int
+    index: int
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+    ) -> None:
+        """Enqueues the kernel on the current stream of the tensors' device, which need not be the current device.
+
+        Raises LaunchError if an address is not aligned as the kernel expects, or the driver refuses.
+        """
+        index = self.index
+        if self.current_device() != index:
+            with torch.cuda.device(index):
+                self(query, key, value, out, lse, scale)
+            return
+        q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if (q | k | v | o) & self.unaligned:
+            raise LaunchError(f"{self.kernel.candidate} was built for 16-byte aligned tensors, and one begins elsewhere")
+        encode = self.encode
+        if encode is not None:
+            q, k, v, o = encode(0, q), encode(1, k), encode(2, v), encode(3, o)
+        arguments = self.arguments.copy()
+        slots = self.slots
+        arguments[slots[0]] = q
+        arguments[slots[1]] = k
+        arguments[slots[2]] = v
+        arguments[slots[3]] = o
+        arguments[slots[4]] = scale
+        if self.lse_slot is not None:
+            arguments[self.lse_slot] = lse.data_ptr()  # type: ignore[union-attr]
+        try:
+            self.enqueue(self.current_stream(index), arguments)
+        except RuntimeError as error:
+            raise LaunchError(f"{self.kernel.candidate} was not launched: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class InterpretedLaunch:
+    """The same for a kernel that Triton's interpreter runs."""
+
+    kernel: Kernel
+    grid: int
+    arguments: Mapping[str, Any]
+    describe: Callable[[int, torch.Tensor], Any] | None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+    ) -> None:
+        """Runs the kernel, one program after the other."""
+        tensors: dict[str, Any] = dict(zip(TENSORS, (query, key, value, out)))
+        if self.describe is not None:
+            tensors = {name: self.describe(which, tensor) for which, (name, tensor) in enumerate(tensors.items())}
+        given = {**self.arguments, **tensors, "lse": lse, "scale": scale}
+        self.kernel.function[(self.grid,)](**{name: given[name] for name in self.kernel.arg_names})
+
+
+def prepare(
+    kernel: Kernel,
+    problem: Problem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    device: Device,
+) -> Launch | InterpretedLaunch:
+    """Binds the kernel to these tensors' shapes and strides, and loads it on their device.
+
+    Tensors are in the problem's layout; lse, (batch, heads_q, seqlen_q) float32 and contiguous, is there if the kernel stores
+    one. device says how many programs of a persistent kernel run at once. Raises ArgumentError for tensors that are not what the
+    problem says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it.
+    """
+    tensors = (query, key, value, out)
+    _require_fit(kernel, problem, tensors, lse)
+    shapes, strides = _shapes(problem), [_strides(tensor, problem.layout) for tensor in tensors]
+    values: dict[str, Any] = {**_numbers(problem), **kernel.constants}
+    for letter, (batch, heads, seqlen) in zip("qkvo", strides):
+        values |= {f"stride_{letter}b": batch, f"stride_{letter}h": heads, f"stride_{letter}s": seqlen}
+    describe = _describer(kernel, shapes, strides, query) if kernel.candidate.variant.load == "tma" else None
+
+    config = kernel.candidate.config
+    grid = values["num_heads"] * -(-problem.seqlen_q // config.block_m)
+    if kernel.compiled is None:
+        if config.persistent:
+            grid = min(grid, device.num_sms)
+        return InterpretedLaunch(kernel=kernel, grid=grid, arguments=values, describe=describe)
+
+    index = query.device.index
+    loaded = kernel.on(index)
+    if config.persistent:
+        metadata = loaded.metadata
+        at_once = programs_per_sm(registers=loaded.n_regs, smem_bytes=metadata.shared, num_warps=metadata.num_warps, device=device)
+        grid = min(grid, device.num_sms * at_once)
+    if grid > MAX_GRID:
+        raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MAX_GRID}")
+    enqueue, encodes = _enqueuer(loaded, grid)
+    arguments: list[Any] = []
+    places: dict[str, int] = {}
+    for name in kernel.arg_names:
+        places[name] = len(arguments)
+        if name in TENSORS or name in ("lse", "scale"):
+            arguments.append(None)
+        elif name in values:
+            arguments.append(values[name])
+        else:
+            raise TypeError(f"the kernel of {kernel.candidate.variant.name} has a parameter {name}, of which launch knows nothing")
+        if describe is not None and encodes and name in TENSORS:
+            # The C function takes a descriptor as its encoded map, its shape and its strides.
+            blank = describe(TENSORS.index(name), query)
+            arguments += [*blank.shape, *blank.strides]
+    return Launch(
+        kernel=kernel,
+        enqueue=enqueue,
+        arguments=arguments,
+        slots=(places["q"], places["k"], places["v"], places["out"], places["scale"]),
+        lse_slot=places.get("lse"),
+        encode=None if describe is None else _encoder(kernel, loaded, describe, query, encodes),
+        unaligned=15 if kernel.problem.aligned_16 else 0,
+        index=index,
+        current_device=torch._C._cuda_getDevice,
+        current_stream=torch._C._cuda_getCurrentRawStream,
+    )
+
+
+def _numbers(problem: Problem) -> dict[str, int]:
+    """The kernel's integers. An unbounded side of the mask lies beyond every pair of query and key."""
+    low, high = problem.band
+    beyond = problem.seqlen_q + problem.seqlen_kv
+    return {
+        "num_heads": problem.batch * problem.heads_q,
+        "heads_q": problem.heads_q,
+        "heads_per_kv": problem.heads_q // problem.heads_kv,
+        "seqlen_q": problem.seqlen_q,
+        "seqlen_kv": problem.seqlen_kv,
+        "band_low": -beyond if low is None else low,
+        "band_high": beyond if high is None else high,
+    }
+
+
+def _shapes(problem: Problem) -> list[tuple[int, int, int, int]]:
+    """(batch, heads, seqlen, head_dim) of q, k, v and out."""
+    batch, heads_q, heads_kv = problem.batch, problem.heads_q, problem.heads_kv
+    return [
+        (batch, heads_q, problem.seqlen_q, problem.head_dim_qk),
+        (batch, heads_kv, problem.seqlen_kv, problem.head_dim_qk),
+        (batch, heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        (batch, heads_q, problem.seqlen_q, problem.head_dim_v),
+    ]
+
+
+def _strides(tensor: torch.Tensor, layout: str) -> tuple[int, int, int]:
+    """Strides of (batch, heads, seqlen), in elements; 0 where there is but one, whatever PyTorch says then."""
+    sizes, strides = list(tensor.shape[:3]), list(tensor.stride()[:3])
+    order = (0, 1, 2) if layout == "bhsd" else (0, 2, 1)
+    batch, heads, seqlen = (strides[place] if sizes[place] > 1 else 0 for place in order)
+    return batch, heads, seqlen
+
+
+def _require_fit(kernel: Kernel, problem: Problem, tensors: Sequence[torch.Tensor], lse: torch.Tensor | None) -> None:
+    """ArgumentError naming the first tensor that is not what the problem says, or what the kernel was built for."""
+    built = kernel.problem
+    for name in ("dtype", "head_dim_qk", "head_dim_v"):
+        if getattr(problem, name) != getattr(built, name):
+            raise ArgumentError(f"{name} is {getattr(problem, name)}; the kernel was built for {getattr(built, name)}")
+    multiple = 16 // problem.itemsize if built.aligned_16 else 1
+    for name, tensor, shape in zip(("query", "key", "value", "out"), tensors, _shapes(problem)):
+        if problem.layout == "bshd":
+            shape = (shape[0], shape[2], shape[1], shape[3])
+        if tuple(tensor.shape) != shape or tensor.dtype != getattr(torch, problem.dtype):
+            raise ArgumentError(f"{name} is {tuple(tensor.shape)} {tensor.dtype}; the problem says {shape} {problem.dtype}")
+        if tensor.device != tensors[0].device:
+            raise ArgumentError(f"{name} is on {tensor.device}; query is on {tensors[0].device}")
+        if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            raise ArgumentError(f"{name} has a stride of {tensor.stride(-1)} in its last dimension; it must be 1")
+        if any(stride % multiple for stride in _strides(tensor, problem.layout)):
+            raise ArgumentError(f"{name} has strides {tensor.stride()}; the kernel was built for multiples of {multiple}")
+    if kernel.candidate.variant.load == "pointer" and not kernel.wide_offsets and needs_wide_offsets(tensors):
+        raise ArgumentError("a tensor spans 2^31 elements or more; the kernel was built without wide_offsets")
+    if "lse" in kernel.arg_names:
+        expected = (problem.batch, problem.heads_q, problem.seqlen_q)
+        if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32 or not lse.is_contiguous():
+            raise ArgumentError(f"lse must be a contiguous float32 tensor of shape {expected}")
+
+
+# ---- TMA descriptors -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Address:
+    """Stands for a tensor in a TensorDescriptor that outlives it."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _describer(
+    kernel: Kernel, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]], query: torch.Tensor
+) -> Callable[[int, Any], Any]:
+    """(which of q, k, v, out; tensor) -> Triton's TensorDescriptor of it as (batch, heads, seqlen, head_dim)."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    blocks = [block_of(name, kernel.constants) for name in TENSORS]
+    # TMA wants every size above 0, though none of an empty K is read, and every stride a multiple of 16 bytes, though it is not used.
+    sizes = [[max(1, size) for size in shape] for shape in shapes]
+    multiple = 16 // query.element_size()
+    steps = [
+        [stride if size > 1 else -(-shape[3] // multiple) * multiple for size, stride in zip(shape, each)]
+        for shape, each in zip(sizes, strides)
+    ]
+
+    def describe(which: int, tensor: Any) -> Any:
+        return TensorDescriptor(tensor, sizes[which], [*steps[which], 1], blocks[which])
+
+    return describe
+
+
+def _encoder(
+    kernel: Kernel, loaded: Any, describe: Callable[[int, Any], Any], query: torch.Tensor, encodes: bool
+) -> Callable[[int, int], Any]:
+    """(which of q, k, v, out; address) -> what the kernel takes for it; the most recent are kept.
+
+    An encoded map depends on nothing but the address, so it stays right whichever tensor comes to lie there.
+    """
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    names = [name for name in kernel.arg_names if name in TENSORS]
+    layouts = dict(zip(names, loaded.metadata.tensordesc_meta))
+    rest = (None,) * (len(inspect.signature(make_tensordesc_arg).parameters) - 2)  # one more parameter since Triton 3.8
+    dtype = query.dtype
+    somewhere = query.new_empty(512)  # an empty tensor has no address
+
+    @functools.lru_cache(maxsize=KEPT_MAPS)
+    def encode(which: int, address: int) -> Any:
+        descriptor = describe(which, _Address(address or somewhere.data_ptr(), dtype))
+        return make_tensordesc_arg(descriptor, layouts[TENSORS[which]], *rest)[0] if encodes else descriptor
+
+    return encode
+
+
+# ---- Triton's launchers ---------------------------------------------------------------------------------------------------
+
+
+def _enqueuer(loaded: Any, grid: int) -> tuple[Callable[[int, list[Any]], object], bool]:
+    """(function that puts a loaded kernel on a stream, whether it takes encoded descriptors).
+
+    Where Triton's C function is known (3.6 to 3.9) and the kernel needs no scratch memory, that is called; else Triton's launcher.
+    """
+    import triton
+    from triton.runtime.driver import driver
+
+    run, function, packed = loaded.run, loaded.function, loaded.packed_metadata
+    release = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    if run.global_scratch_size or run.profile_scratch_size or getattr(run, "gsan_enabled", False) or release > (3, 9):
+
+        def through_triton(stream: int, arguments: list[Any]) -> None:
+            run(grid, 1, 1, stream, function, packed, None, None, None, *arguments)
+
+        return through_triton, False
+
+    cooperative, dependent = run.launch_cooperative_grid, run.launch_pdl
+    if release >= (3, 7):  # one C function for all kernels; what it needs to know of the parameters is passed to it
+        launch = driver.active.utils.launch
+        annotations, signature = run.arg_annotations, run.kernel_signature
+
+        def shared(stream: int, arguments: list[Any]) -> None:
+            head = (grid, 1, 1, stream, function, cooperative, dependent, packed, None, None, None, None, None)
+            launch(*head, annotations, signature, arguments)
+
+        return shared, True
+
+    # A C function of its own for each signature, inside a Python one where there are descriptors.
+    own = run.launch
+    if inspect.isfunction(own):
+        own = inspect.getclosurevars(own).nonlocals["launcher"]
+
+    def single(stream: int, arguments: list[Any]) -> None:
+        own(grid, 1, 1, stream, function, cooperative, dependent, None, None, packed, None, None, None, *arguments)
+
+    return single, True
