@@ -1,0 +1,64 @@
+"""flashgen explain and flashgen generate: which kernel a problem gets, and its source."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from flashgen import canonical
+from flashgen.cli.command import Answer
+from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
+from flashgen.errors import ArgumentError
+
+EMIT = ("source", "ttgir", "ptx", "sass")
+
+
+def explain(problem: ProblemOptions, device: DeviceOptions, database: DatabaseOptions) -> Answer:
+    """Which kernel flashgen.attention runs for a problem, from which row of the database, and why."""
+    from flashgen.dispatch.explanation import explained
+
+    explanation = explained(problem.problem(), device.get_or_stand_in(), database.open_existing().winners())
+
+    def show(console: Console) -> None:
+        console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
+
+    return Answer(data=explanation.to_dict(), show=show)
+
+
+def generate(
+    problem: ProblemOptions,
+    device: DeviceOptions,
+    database: DatabaseOptions,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The folder to write to.", show_default=False)],
+    emit: Annotated[
+        str, typer.Option(metavar="KIND[,...]", help=f"{', '.join(EMIT)}; all but source are compiled for the device.")
+    ] = "source",
+) -> Answer:
+    """Writes the kernel that explain names as a module with its launcher, which need torch and triton but not flashgen."""
+    from flashgen.build import export
+    from flashgen.dispatch.explanation import explained
+
+    kinds = tuple(dict.fromkeys(word.strip() for word in emit.split(",")))
+    for kind in kinds:
+        if kind not in EMIT:
+            raise ArgumentError(f"--emit is {kind!r}; it must be among {', '.join(EMIT)}")
+    stated, part = problem.problem(), device.get_or_stand_in()
+    explanation = explained(stated, part, database.open_existing().winners())
+    if explanation.candidate is None:
+        raise ArgumentError("this problem has no queries or no keys, so there is no kernel to generate")
+    files = export(explanation.candidate, stated, part, out, emit=kinds)
+
+    def show(console: Console) -> None:
+        console.print(f"{explanation.candidate} ({explanation.how})", markup=False, highlight=False, soft_wrap=True)
+        for file in files:
+            console.print(f"  {file}", markup=False, highlight=False, soft_wrap=True)
+
+    data = {
+        "problem": canonical.to_dict(stated),
+        "device": part.name,
+        "candidate": canonical.to_dict(explanation.candidate),
+        "how": explanation.how,
+        "files": [str(file) for file in files],
+    }
+    return Answer(data=data, show=show)
