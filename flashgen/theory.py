@@ -1,0 +1,120 @@
+"""The closed forms: how much data attention moves, how long it takes by the roofline, and the time no kernel can beat.
+
+Two conventions of the model, for one head of one sequence, forward:
+
+    standard attention   4 N d + 4 N^2           elements   Q, K, V, O once; the scores written and read, and again as probabilities
+    FlashAttention       4 N d + 2 N^2 d^2 / M   elements   K and V once for each block of Q rows that fits on chip
+
+N is the sequence length, d the head size and M the on-chip memory in elements. The order of both is Dao, Fu, Ermon, Rudra and Re,
+"FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), Theorem 2, which holds for d <= M <= N d; the
+constants 4 and 2 are this model's. Both do the same 4 N^2 d floating-point operations.
+"""
+
+from dataclasses import dataclass
+
+from flashgen.device import Device
+from flashgen.errors import ArgumentError
+from flashgen.problem import Problem
+
+
+def standard_elements(seqlen: int, head_dim: int) -> int:
+    """Elements that standard attention moves between DRAM and the chip, per head: 4 N d + 4 N^2."""
+    return 4 * seqlen * head_dim + 4 * seqlen**2
+
+
+def flash_elements(seqlen: int, head_dim: int, sram_elements: float) -> float:
+    """Elements that FlashAttention moves between DRAM and the chip, per head: 4 N d + 2 N^2 d^2 / M (M: elements on chip)."""
+    return 4 * seqlen * head_dim + 2 * seqlen**2 * head_dim**2 / sram_elements
+
+
+def matrix_flops(seqlen: int, head_dim: int) -> int:
+    """Floating-point operations of both matrix products, per head: 4 N^2 d."""
+    return 4 * seqlen**2 * head_dim
+
+
+def score_bytes(seqlen: int, element_bytes: int = 2) -> int:
+    """Bytes of one head's N x N matrix of scores, which standard attention stores."""
+    return seqlen**2 * element_bytes
+
+
+def roofline(flops: float, moved_bytes: float, device: Device, dtype: str = "bfloat16") -> float:
+    """Seconds for this work at the device's datasheet peaks, if arithmetic and DRAM traffic overlap perfectly."""
+    return max(flops / device.flops_per_s(dtype), moved_bytes / device.dram_bytes_per_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerModel:
+    """The model's figures for one layer: elements per head, times and score bytes over all heads."""
+
+    standard_elements: int
+    flash_elements: float
+    traffic_ratio: float
+    standard_time_s: float
+    flash_time_s: float
+    time_ratio: float
+    score_bytes: int
+
+
+def layer(seqlen: int, head_dim: int, heads: int, device: Device, sram_bytes: float | None = None, element_bytes: int = 2) -> LayerModel:
+    """The model for one forward layer of `heads` heads over one sequence of `seqlen` tokens.
+
+    sram_bytes is the on-chip memory that FlashAttention may fill, by default one SM's shared memory (228 KiB on an H100, which is
+    M = 116 736 elements of 2 bytes). Elements of 4 bytes run at the device's fp32 rate, smaller ones at its tensor rate. Raises
+    ArgumentError naming the argument.
+    """
+    sram_bytes = device.smem_per_sm_bytes if sram_bytes is None else sram_bytes
+    given = {"seqlen": seqlen, "head_dim": head_dim, "heads": heads, "sram_bytes": sram_bytes, "element_bytes": element_bytes}
+    for name, value in given.items():
+        if not value > 0:
+            raise ArgumentError(f"{name} is {value!r}; it must be above 0")
+    standard = standard_elements(seqlen, head_dim)
+    flash = flash_elements(seqlen, head_dim, sram_bytes / element_bytes)
+    flops = heads * matrix_flops(seqlen, head_dim)
+    dtype = "float32" if element_bytes >= 4 else "bfloat16"
+    standard_time = roofline(flops, heads * standard * element_bytes, device, dtype)
+    flash_time = roofline(flops, heads * flash * element_bytes, device, dtype)
+    return LayerModel(
+        standard_elements=standard,
+        flash_elements=flash,
+        traffic_ratio=standard / flash,
+        standard_time_s=standard_time,
+        flash_time_s=flash_time,
+        time_ratio=standard_time / flash_time,
+        score_bytes=heads * score_bytes(seqlen, element_bytes),
+    )
+
+
+def compulsory_read_bytes(problem: Problem) -> int:
+    """Bytes that every kernel must read: queries that see a key, and keys and values that some query sees, once."""
+    low, high = problem.band
+    seqlen_q, seqlen_kv = problem.seqlen_q, problem.seqlen_kv
+    # Query i sees keys i + low .. i + high, so both the queries with a key and the keys with a query are one range.
+    first_query = 0 if high is None else max(0, -high)
+    last_query = seqlen_q - 1 if low is None else min(seqlen_q - 1, seqlen_kv - 1 - low)
+    first_key = 0 if low is None else max(0, low)
+    last_key = seqlen_kv - 1 if high is None else min(seqlen_kv - 1, seqlen_q - 1 + high)
+    if problem.visible_pairs == 0:
+        return 0
+    queries = problem.heads_q * (last_query - first_query + 1) * problem.head_dim_qk
+    keys_and_values = problem.heads_kv * (last_key - first_key + 1) * (problem.head_dim_qk + problem.head_dim_v)
+    return problem.batch * (queries + keys_and_values) * problem.itemsize
+
+
+def compulsory_write_bytes(problem: Problem) -> int:
+    """Bytes that every kernel must write: the output, and 4 a row for the log-sum-exp where it is asked for."""
+    lse_bytes = 4 if problem.return_lse else 0
+    return problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v * problem.itemsize + lse_bytes)
+
+
+def compulsory_bytes(problem: Problem) -> int:
+    """Bytes that every kernel must read or write once."""
+    return compulsory_read_bytes(problem) + compulsory_write_bytes(problem)
+
+
+def bound_s(problem: Problem, device: Device) -> float:
+    """Seconds that no kernel can beat on a cold L2: the visible pairs' flops at the highest clock, or the inputs through DRAM.
+
+    Writes do not count: an output may still lie in L2 when the kernel ends. Never above the truth, so it may rule a candidate out.
+    """
+    highest_rate = device.flops_per_s(problem.dtype) * max(1.0, device.max_hz / device.boost_hz)
+    return max(problem.flops / highest_rate, compulsory_read_bytes(problem) / device.dram_bytes_per_s)
