@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from flashgen import space, theory
-from flashgen.database import ranking
 from flashgen.candidate import Candidate
+from flashgen.database import ranking
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Record, Status
@@ -163,7 +163,8 @@ def _summary(records: list[Record]) -> Summary:
     measured = sorted((record for record in trials if record.is_winner_material), key=time_us)
     estimated = [(record.estimate.time_s, record) for record in trials if record.estimate is not None]
     default = space.default(problem, device)
-    ranked = ranking.ranked(_trial(index, record) for index, record in enumerate(trials))
+    decided = (_trial(index, record) for index, record in enumerate(trials) if record.measurement.status in ranking.DECIDED)
+    ranked = ranking.ranked(decided)
     peers: dict[str, Record] = {}
     for record in records:
         if record.peer is not None and record.measurement.status is Status.OK:
