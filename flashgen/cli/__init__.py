@@ -1,6 +1,6 @@
 """The command line: one command a verb.
 
-    command  how every command is made: options from dataclasses, an answer as text or JSON, errors as one line
+    answer   how every command is made: options from dataclasses, an answer as text or JSON, errors as one line
     options  from options to Problem, Device and Database
     the others hold the verbs
 
@@ -13,7 +13,7 @@ import typer
 
 from flashgen import __version__
 from flashgen.cli import db, doctor, kernels, model, results
-from flashgen.cli.command import command
+from flashgen.cli.answer import command
 
 _settings: dict[str, Any] = {
     "no_args_is_help": True,

@@ -2,6 +2,7 @@
 
 import datetime
 import io
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from flashgen.cli.command import Answer
+from flashgen.cli.answer import Answer
 from flashgen.cli.options import DatabaseOptions, DeviceOptions
 from flashgen.errors import ArgumentError, DatabaseError
 
@@ -33,7 +34,7 @@ def export(
     text = io.StringIO()
     lines = source.export(text, device=part, winners=winners, compact=compact)
     rows = text.getvalue()
-    return Answer(data=[line for line in rows.splitlines()], show=lambda console: _write(rows))
+    return Answer(data=[json.loads(line) for line in rows.splitlines()], show=lambda console: _write(rows))
 
 
 def import_(

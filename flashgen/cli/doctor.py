@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashgen.cli.command import Answer
+from flashgen.cli.answer import Answer
 from flashgen.cli.options import DatabaseOptions
 from flashgen.device import Device
 from flashgen.errors import DatabaseError, UnsupportedError

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from flashgen.cli.command import Answer
+from flashgen.cli.answer import Answer
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError
 

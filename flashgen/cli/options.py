@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flashgen.cli.command import notice
+from flashgen.cli.answer import notice
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.problem import DTYPES, LAYOUTS, MASKS, Problem

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from flashgen import canonical
-from flashgen.cli.command import Answer
+from flashgen.cli.answer import Answer
 from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
 from flashgen.device import Device
 
