@@ -61,8 +61,9 @@ def shipped_signature() -> str:
 
 def shipped() -> list[Record]:
     """The shipped winners, but for lines that this version of flashgen cannot read."""
-    each = (entry for path in _shipped_files() for entry in records_of(path.read_text(encoding="utf-8").splitlines(), origin="shipped"))
-    return [entry for entry in each if isinstance(entry, Record)]
+    texts = (path.read_text(encoding="utf-8", errors="replace") for path in _shipped_files())
+    entries = (entry for text in texts for entry in records_of(text.splitlines(), origin="shipped"))
+    return [entry for entry in entries if isinstance(entry, Record)]
 
 
 def _shipped_files() -> list[Path]:

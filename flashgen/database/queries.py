@@ -22,7 +22,22 @@ def entries(connection: Connection, conditions: Conditions = ()) -> list[tuple[s
 
 def best(connection: Connection, conditions: Conditions, most: int | None) -> list[list[Record]]:
     """The best records, best first, for each problem and device that has rows for which all conditions hold."""
-    return [_best_of(connection, trials, most) for trials in _trials(connection, conditions)]
+    cells = list(_trials(connection, conditions))
+    good: dict[str, Record] = {}
+    broken: set[str] = set()
+    while True:
+        chosen = [ranking.ranked(trials)[:most] for trials in cells]
+        wanted = {trial.key for trials in chosen for trial in trials} - good.keys()
+        if not wanted:
+            return [[good[trial.key] for trial in trials] for trials in chosen]
+        for part in _parts(wanted):
+            for key, entry in entries(connection, [rows.key.in_(part)]):
+                if isinstance(entry, Record):
+                    good[key] = entry
+                else:
+                    broken.add(key)
+        # What turned out to be broken is as if it were not there; the rest is ranked anew.
+        cells = [[trial for trial in trials if trial.key not in broken] for trials in cells]
 
 
 def prunable(connection: Connection, conditions: Conditions, keep_best: int | None) -> set[str]:
@@ -48,9 +63,15 @@ def prunable(connection: Connection, conditions: Conditions, keep_best: int | No
 
 def remove(connection: Connection, keys: Collection[str]) -> None:
     """Delete the rows with these keys."""
-    remaining = iter(keys)
-    while part := list(itertools.islice(remaining, 500)):  # SQLite limits the parameters of one statement
+    for part in _parts(keys):
         connection.execute(delete(schema.records).where(rows.key.in_(part)))
+
+
+def _parts(keys: Collection[str]) -> Iterator[list[str]]:
+    """The keys in parts that fit one statement: SQLite limits the number of its parameters."""
+    remaining = iter(keys)
+    while part := list(itertools.islice(remaining, 500)):
+        yield part
 
 
 def _entry(row: schema.Row) -> Record | str:
@@ -71,19 +92,3 @@ def _trials(connection: Connection, conditions: Conditions) -> Iterator[list[ran
     )
     for _, cell in itertools.groupby(connection.execute(query), key=lambda row: tuple(row[:2])):
         yield [trial for row in cell if (trial := ranking.Trial(*row[2:])).is_sound]
-
-
-def _best_of(connection: Connection, trials: list[ranking.Trial], most: int | None) -> list[Record]:
-    """The records of the best trials; where a row proves broken, the rest is ranked anew."""
-    loaded: dict[str, Record] = {}
-    while True:
-        chosen = ranking.ranked(trials)[:most]
-        for trial in chosen:
-            if trial.key not in loaded:
-                _, entry = entries(connection, [rows.key == trial.key])[0]
-                if isinstance(entry, str):
-                    trials.remove(trial)
-                    break
-                loaded[trial.key] = entry
-        else:
-            return [loaded[trial.key] for trial in chosen]
