@@ -2,7 +2,7 @@
 
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -101,7 +101,7 @@ def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, 
         names = ", ".join(name for name, tensor in tensors.items() if tensor.requires_grad)
         raise UnsupportedError(f"{names} requires grad, and flashgen has no backward pass yet: call it under torch.no_grad() or detach it")
     for name, tensor in tensors.items():
-        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             raise UnsupportedError(f"{name} is a dual tensor; flashgen does not compute forward-mode derivatives")
     if isinstance(causal, Tensor) or not any(causal is each or causal == each for each in _MASK_OF_CAUSAL):
         raise ArgumentError(f"causal is {_shown(causal)}; it must be False, True or 'top_left'")
@@ -136,13 +136,16 @@ def converted(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
 
 def checked_scale(scale: Any) -> float:
     """The scale as a float. Raises ArgumentError unless it is finite in float32, ArgumentTypeError unless it is a real number."""
+    if type(scale) is float and -_FLOAT32_MAX <= scale <= _FLOAT32_MAX:
+        return scale
     if isinstance(scale, Tensor):
         raise ArgumentTypeError("scale is a tensor; pass a number, such as scale.item()")
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise ArgumentTypeError(f"scale is {_shown(scale)}; it must be a real number")
-    if not -_FLOAT32_MAX <= scale <= _FLOAT32_MAX:
+    number = float(scale)
+    if not -_FLOAT32_MAX <= number <= _FLOAT32_MAX:
         raise ArgumentError(f"scale is {scale}; it must be finite in float32")
-    return float(scale)
+    return number
 
 
 def refuse_keywords(keywords: Mapping[str, object]) -> NoReturn:
@@ -214,7 +217,7 @@ def _cast_of(tensors: Mapping[str, Tensor]) -> torch.dtype | None:
     return cast
 
 
-def _sizes(tensors: Mapping[str, Tensor], layout: str) -> dict[str, int]:
+def _sizes(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Any]:
     """The size fields of a Problem. Raises ArgumentError where the tensors' shapes disagree."""
     shapes = {name: dict(zip(layout, tensor.shape)) for name, tensor in tensors.items()}
     query, key, value = (shapes[name] for name in _NAMES)
@@ -244,9 +247,14 @@ def _aligned(given: Mapping[str, Tensor], ready: Mapping[str, Tensor], head_dim_
     itemsize = ready["query"].element_size()
     return (
         all(tensor.data_ptr() % 16 == 0 for tensor in given.values())
-        and all(stride * itemsize % 16 == 0 for tensor in ready.values() for stride in tensor.stride()[:-1])
+        and all(stride * itemsize % 16 == 0 for tensor in ready.values() for size, stride in _steps(tensor) if size > 1)
         and head_dim_v * itemsize % 16 == 0
     )
+
+
+def _steps(tensor: Tensor) -> Iterable[tuple[int, int]]:
+    """(size, stride) of each dimension but the last. The stride of a dimension of size 1 means nothing."""
+    return zip(tensor.shape[:-1], tensor.stride())
 
 
 def _shown(value: object) -> str:
