@@ -13,35 +13,30 @@ from typing import Any
 
 import torch
 
+from flashgen import cost
 from flashgen.build.kernel import TENSORS, Kernel, block_of
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.problem import Problem
 
-MAX_BLOCK = 512  # rows of the largest tile: addresses are computed for all of them, also beyond the end
+MAX_BLOCK = 512  # rows of the largest tile
 MAX_GRID = 2**31 - 1
 KEPT_MAPS = 256  # encoded TMA descriptors a Launch keeps, each for one address of one tensor: 0.5 KB
 
 
 def needs_wide_offsets(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether some element lies 2^31 elements or more from the start of its tensor, so that strides must be 64-bit."""
-    return any(
-        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()) if size) >= 2**31
-        or MAX_BLOCK * max(tensor.stride(), default=0) >= 2**31
-        for tensor in tensors
-    )
+    """Whether a kernel needs 64-bit strides for these tensors.
 
-
-def programs_per_sm(*, registers: int, smem_bytes: int, num_warps: int, device: Device) -> int:
-    """How many programs of a kernel fit on one SM at once; at least 1.
-
-    Registers are given out per warp, 256 at a time; each block takes 1 KiB of shared memory for the system (sm_80 and later).
+    Kernels count batch, head and the first row of a tile in 64 bits in any case; what must fit 32 is a stride, and the rows of
+    one tile times theirs. Rows are dimension 1 or 2, by layout; both are taken for rows here. Beyond the end, where addresses
+    are not used, they may wrap around.
     """
-    limits = [device.blocks_per_sm, device.threads_per_sm // (num_warps * 32), device.smem_per_sm_bytes // (smem_bytes + 1024)]
-    if registers:
-        warp_registers = -(-registers * 32 // 256) * 256
-        limits.append(device.registers_per_sm // (warp_registers * num_warps))
-    return max(1, min(limits))
+    for tensor in tensors:
+        for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
+            rows = min(size, MAX_BLOCK) if dimension in (1, 2) else 1
+            if size > 1 and rows * stride >= 2**31:
+                return True
+    return False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -168,8 +163,8 @@ def prepare(
     loaded = kernel.on(index)
     if config.persistent:
         metadata = loaded.metadata
-        at_once = programs_per_sm(registers=loaded.n_regs, smem_bytes=metadata.shared, num_warps=metadata.num_warps, device=device)
-        grid = min(grid, device.num_sms * at_once)
+        at_once = cost.programs_per_sm(metadata.num_warps, loaded.n_regs, metadata.shared, device)
+        grid = min(grid, device.num_sms * max(1, at_once))
     if grid > MAX_GRID:
         raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MAX_GRID}")
     enqueue, encodes = _enqueuer(loaded, grid)
@@ -254,7 +249,7 @@ def _require_fit(kernel: Kernel, problem: Problem, tensors: Sequence[torch.Tenso
         if any(stride % multiple for stride in _strides(tensor, problem.layout)):
             raise ArgumentError(f"{name} has strides {tensor.stride()}; the kernel was built for multiples of {multiple}")
     if kernel.candidate.variant.load == "pointer" and not kernel.wide_offsets and needs_wide_offsets(tensors):
-        raise ArgumentError("a tensor spans 2^31 elements or more; the kernel was built without wide_offsets")
+        raise ArgumentError("a tensor needs 64-bit strides; the kernel was built without wide_offsets")
     if "lse" in kernel.arg_names:
         expected = (problem.batch, problem.heads_q, problem.seqlen_q)
         if lse is None or tuple(lse.shape) != expected or lse.dtype != torch.float32 or not lse.is_contiguous():

@@ -50,11 +50,16 @@ def sass_mix(kernel: Any) -> dict[str, int]:
     """
     if kernel.compiled is None:
         raise BuildError(f"{kernel.candidate} is interpreted and has no machine code")
-    text = _tool("nvdisasm", "-c", cubin=kernel.compiled.asm["cubin"])
-    if text is None:
-        raise BuildError("this Triton comes without nvdisasm, so instructions cannot be counted")
-    mnemonics = re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", text)
+    mnemonics = re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass(kernel.compiled))
     return dict(Counter(mnemonics).most_common())
+
+
+def sass(compiled: Any) -> str:
+    """The machine code of Triton's CompiledKernel as text. Raises BuildError where there is no disassembler."""
+    text = _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
+    if text is None:
+        raise BuildError("this Triton comes without nvdisasm, so machine code cannot be read")
+    return text
 
 
 def ptxas_log(compiled: Any) -> str:

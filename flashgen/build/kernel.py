@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashgen import cost
 from flashgen.build import binary, modules
 from flashgen.candidate import Candidate
 from flashgen.device import Device
@@ -121,17 +122,13 @@ def _constants(candidate: Candidate, problem: Problem) -> dict[str, int]:
     return {
         "HEAD_DIM_QK": problem.head_dim_qk,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D_QK": _padded(problem.head_dim_qk),
-        "BLOCK_D_V": _padded(problem.head_dim_v),
+        "BLOCK_D_QK": cost.tile_dim(problem.head_dim_qk),
+        "BLOCK_D_V": cost.tile_dim(problem.head_dim_v),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "NUM_STAGES": config.num_stages,
         "HEAD_GROUP": config.head_group,
     }
-
-
-def _padded(head_dim: int) -> int:
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _compiled(

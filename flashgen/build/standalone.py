@@ -1,0 +1,172 @@
+"""A candidate as one file that needs torch and triton, not flashgen: the generated kernel and a launcher for it."""
+
+import ast
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from flashgen import cost
+from flashgen.build import binary
+from flashgen.build.kernel import Kernel, build
+from flashgen.candidate import Candidate, Variant
+from flashgen.device import DEVICES, Device
+from flashgen.errors import ArgumentError
+from flashgen.problem import Problem
+from flashgen.render import environment, tidy
+
+EMIT = ("source", "ttgir", "ptx", "sass")
+DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launcher:
+    """What templates/launcher.py.jinja reads; the numbers of a candidate are in this file alone.
+
+    imports, kernel   parts of the generated kernel module: its imports and the launcher's, and everything after them.
+    numbers           (name, value) of each constexpr parameter but the head dims.
+    options           of the launch, as they are written in Python.
+    programs_per_sm   of a persistent kernel.
+    band_low, _high   expressions of seqlen_q and seqlen_kv: query i sees key j exactly if low <= j - i <= high.
+    command           options of `flashgen generate` that write this file again, while the same candidate is the choice for the problem.
+    """
+
+    problem: Problem
+    device: Device
+    candidate: Candidate
+    imports: str
+    kernel: str
+    numbers: tuple[tuple[str, int], ...]
+    options: str
+    programs_per_sm: int
+    band_low: str
+    band_high: str
+    mask_words: str
+    command: tuple[str, ...]
+
+    @property
+    def variant(self) -> Variant:
+        return self.candidate.variant
+
+
+def export(candidate: Candidate, problem: Problem, device: Device, out_dir: str | Path, emit: Sequence[str] = ("source",)) -> list[Path]:
+    """Writes the candidate into a folder, as source, ttgir, ptx and sass where asked; the files, in that order.
+
+    source is a module whose attention(query, key, value, *, scale=None) takes any batch, heads and lengths, with the problem's
+    mask, dtype and head dims, and is right for all of them; the problem's sizes only chose the kernel. Raises ArgumentError for
+    unknown kinds, BuildError.
+    """
+    unknown = [kind for kind in emit if kind not in EMIT]
+    if unknown:
+        raise ArgumentError(f"emit is {unknown[0]!r}; it must be among {', '.join(EMIT)}")
+    kernel = build(candidate, problem, device)
+    out_dir = Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    stem = _stem(candidate, problem, device)
+    paths = []
+    for kind in EMIT:
+        if kind in emit:
+            path = out_dir / (f"{stem}.py" if kind == "source" else f"{stem}.{kind}")
+            path.write_text(source_text(kernel, device) if kind == "source" else _intermediate(kernel, kind))
+            paths.append(path)
+    return paths
+
+
+def source_text(kernel: Kernel, device: Device) -> str:
+    """The text of the standalone module."""
+    candidate, problem = kernel.candidate, kernel.problem
+    imports, body = _parts(kernel.source.text, tma=candidate.variant.load == "tma")
+    config = candidate.config
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg, "enable_fp_fusion": True}
+    given = {name: value for name, value in options.items() if value is not None}
+    low, high = _band(problem)
+    launcher = Launcher(
+        problem=problem,
+        device=device,
+        candidate=candidate,
+        imports=imports,
+        kernel=body,
+        numbers=tuple((name, value) for name, value in kernel.constants.items() if not name.startswith("HEAD_DIM")),
+        options="{" + ", ".join(f'"{name}": {value!r}' for name, value in given.items()) + "}",
+        programs_per_sm=_programs_per_sm(kernel, device),
+        band_low=low,
+        band_high=high,
+        mask_words=_mask_words(problem),
+        command=_command(problem, device),
+    )
+    return tidy(environment().get_template("launcher.py.jinja").render(launcher=launcher))
+
+
+def _intermediate(kernel: Kernel, kind: str) -> str:
+    if kernel.compiled is None:
+        raise ArgumentError(f"emit has {kind}, which an interpreted kernel does not have; unset TRITON_INTERPRET")
+    return binary.sass(kernel.compiled) if kind == "sass" else str(kernel.compiled.asm[kind])
+
+
+def _programs_per_sm(kernel: Kernel, device: Device) -> int:
+    if kernel.compiled is None or not kernel.candidate.config.persistent:
+        return 1
+    resources = kernel.resources
+    return max(1, cost.programs_per_sm(kernel.compiled.metadata.num_warps, resources.registers, resources.smem_bytes, device))
+
+
+def _parts(text: str, *, tma: bool) -> tuple[str, str]:
+    """(imports of the kernel module and the launcher, what follows them in the kernel module)."""
+    imports = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
+    last = max(node.end_lineno or 0 for node in imports)
+    plain = {ast.unparse(node) for node in imports if isinstance(node, ast.Import)} | {"import torch"}
+    named = {ast.unparse(node) for node in imports if isinstance(node, ast.ImportFrom)}
+    if tma:
+        named.add("from triton.tools.tensor_descriptor import TensorDescriptor")
+    third_party = sorted(plain - {"import math"}) + sorted(named)
+    return "\n".join(["import math", "", *third_party]), "\n".join(text.splitlines()[last:]).strip("\n")
+
+
+def _band(problem: Problem) -> tuple[str, str]:
+    """Problem.band for any lengths: offsets from the mask's diagonal."""
+    left, right = problem.window
+    right = 0 if problem.mask != "full" else right
+    diagonal = "" if problem.mask == "causal_top_left" else "seqlen_kv - seqlen_q"
+    low = "-(seqlen_q + seqlen_kv)" if left is None else f"{diagonal} - {left}".strip() if diagonal else f"-{left}"
+    high = "seqlen_q + seqlen_kv" if right is None else f"{diagonal} + {right}" if diagonal and right else diagonal or f"{right}"
+    return low, high
+
+
+def _mask_words(problem: Problem) -> str:
+    words = {
+        "full": "Every query sees every key",
+        "causal": "Causal: the last query sees the last key",
+        "causal_top_left": "Causal: the first query sees the first key only",
+    }[problem.mask]
+    left, right = problem.window
+    if left is None and right is None:
+        return words
+    if problem.mask == "full":
+        words = "The diagonal ends at the last query and the last key"
+    sides = [f"{count} keys {side} the diagonal" for count, side in ((left, "before"), (right, "after")) if count is not None]
+    return f"{words}; a query sees at most {' and '.join(sides)}"
+
+
+def _stem(candidate: Candidate, problem: Problem, device: Device) -> str:
+    dims = f"{problem.head_dim_qk}" if problem.head_dim_qk == problem.head_dim_v else f"{problem.head_dim_qk}_{problem.head_dim_v}"
+    mask = problem.mask if problem.window == (None, None) else f"{problem.mask}_window"
+    return re.sub(r"\W+", "_", f"attention_{DTYPES[problem.dtype]}_{mask}_d{dims}_{device.arch}")
+
+
+def _command(problem: Problem, device: Device) -> tuple[str, ...]:
+    """The options that state this problem and device on the command line."""
+    words = [f"--dtype {DTYPES[problem.dtype]}"]
+    for name, sides in (("batch", ("batch",)), ("heads", ("q", "kv")), ("seqlen", ("q", "kv")), ("head_dim", ("qk", "v"))):
+        values = [getattr(problem, name if name == side else f"{name}_{side}") for side in sides]
+        option = "--" + name.replace("_", "-")
+        words += [f"{option} {values[0]}"] if len(set(values)) == 1 else [f"{option}-{side} {value}" for side, value in zip(sides, values)]
+    if problem.mask != "full":
+        words.append(f"--mask {problem.mask}")
+    if problem.window != (None, None):
+        words.append("--window " + ",".join("-1" if side is None else str(side) for side in problem.window))
+    if problem.layout != "bhsd":
+        words.append(f"--layout {problem.layout}")
+    if problem.return_lse:
+        words.append("--return-lse")
+    words += [f"--device {name}" for name, known in DEVICES.items() if known == device]
+    return (*words, "--out DIR")
