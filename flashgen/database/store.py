@@ -120,7 +120,7 @@ class Store:
     def size_bytes(self) -> int:
         """Bytes on disk, the log included; 0 in memory."""
         files = [] if self.path is None else [self.path, Path(f"{self.path}-wal")]
-        return sum(os.path.getsize(file) for file in files if file.exists())
+        return sum(os.path.getsize(file) for file in files if os.path.exists(file))
 
     def vacuum(self) -> None:
         """Give freed space back to the file system, unless someone else uses the database now."""
@@ -169,13 +169,13 @@ class Store:
     def _prepare(self, deep: bool) -> None:
         """Make the file exist, whole and current. Deep also looks for damage that only shows when the damaged part is read."""
         assert self.path is not None
+        if os.path.exists(self.path) and not (os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)):
+            raise DatabaseError(f"the database {self.path} cannot be written; choose another with --database or FLASHGEN_DATABASE")
         with self._sentences():
             if deep or self._state() is not State.CURRENT:
                 _make_folder(self.path.parent)
                 with _exclusive(self.path, self.patience_s):
                     self._mend(self._state(deep), anew=deep)
-            if not os.access(self.path, os.W_OK) or not os.access(self.path.parent, os.W_OK):
-                raise DatabaseError(f"the database {self.path} cannot be written; choose another with --database or FLASHGEN_DATABASE")
             if self._attempt(lambda connection: schema.fact(connection, "shipped"), writes=False) != lines.shipped_signature():
                 self._attempt(_take_shipped, writes=True)
 
@@ -227,7 +227,7 @@ class Store:
 
     def _is_damage(self, error: DBAPIError) -> bool:
         assert self.path is not None
-        return _is_corrupt(error) or "no such table" in str(error.orig) or not self.path.exists()
+        return _is_corrupt(error) or "no such table" in str(error.orig) or not os.path.exists(self.path)
 
     def _refusal(self, state: State) -> str:
         if state is State.FOREIGN:
