@@ -9,7 +9,8 @@ Four errors are measured, each against a limit of its own, so that no kind of fa
 
 A limit is FACTOR times the error of `reference.plain` on the same inputs, plus a floor for where that is exact by luck: a quarter
 of the dtype's epsilon (not for lse), and float32's epsilon times 4 + sqrt(seqlen_kv) + 4 s, where the root is how rounding errors
-grow in a sum over the keys, and s = |scale| sqrt(head_dim_qk) is the size of a typical score.
+grow in a sum over the keys, and s = |scale| sqrt(head_dim_qk) is the size of a typical score. Relative errors are taken of what is
+expected, or of the mean of seqlen_kv random values where that is more: values that cancelled are no measure of rounding.
 """
 
 import math
@@ -76,6 +77,7 @@ class Case:
     lse: Tensor | None
     expected: Tensor
     expected_lse: Tensor
+    typical: float  # size of an element of out, where a row sees all keys alike
     limits: Errors
     out_buffer: Tensor
     lse_buffer: Tensor | None
@@ -121,6 +123,7 @@ def prepare(problem: Problem, device: torch.device | str, seed: int, scale: floa
     expected, expected_lse = _attention(reference.attention, problem, query, key, value, scale)
     if problem.dtype != "float32":
         expected = expected.float()
+    typical = float(torch.linalg.vector_norm(value, dtype=torch.float32)) / math.sqrt(max(1, value.numel() * problem.seqlen_kv))
     plain, plain_lse = _attention(reference.plain, problem, query, key, value, scale)
     out, out_buffer = _allocate(problem, device, problem.heads_q, problem.seqlen_q, problem.head_dim_v)
     lse = lse_buffer = None
@@ -138,7 +141,8 @@ def prepare(problem: Problem, device: torch.device | str, seed: int, scale: floa
         lse=lse,
         expected=expected,
         expected_lse=expected_lse,
-        limits=_limits(problem, scale, expected, _errors(plain, plain_lse, expected, expected_lse)),
+        typical=typical,
+        limits=_limits(problem, scale, expected, typical, _errors(plain, plain_lse, expected, expected_lse, typical)),
         out_buffer=out_buffer,
         lse_buffer=lse_buffer,
         fingerprint=_fingerprint(query, key, value),
@@ -166,7 +170,7 @@ def check(launch: Launch, case: Case) -> Check:
 
 def judge(out: Tensor, lse: Tensor | None, case: Case) -> Check:
     """Compare results, in the problem's layout, with what the case expects; lse is left out where None is given."""
-    errors = _errors(out, lse, case.expected, case.expected_lse)
+    errors = _errors(out, lse, case.expected, case.expected_lse, case.typical)
     error = errors.absolute if math.isfinite(errors.absolute) else None
     result = Check(ok=True, error=error, tolerance=case.limits.absolute)
     missing = int((~out.isfinite()).sum()) if error is None else 0
@@ -237,16 +241,15 @@ def _allocate(problem: Problem, device: torch.device | str, heads: int, seqlen: 
     return buffer[start : start + size].view(*lead, width)[..., :head_dim], buffer
 
 
-def _errors(out: Tensor, lse: Tensor | None, expected: Tensor, expected_lse: Tensor) -> Errors:
+def _errors(out: Tensor, lse: Tensor | None, expected: Tensor, expected_lse: Tensor, typical: float) -> Errors:
     """NaN where a result is NaN."""
     difference = out.to(expected.dtype) - expected
     wrong, right = (_squares_of_blocks(tensor) for tensor in (difference, expected))
-    # Expected values that cancel to nearly nothing are no measure of what rounding may do to them.
-    unit = (torch.finfo(torch.float32).eps * expected.abs().amax()).double().square().clamp_(min=1e-290)
+    least = max(typical**2 * BLOCK_ROWS * expected.shape[-1], 1e-300)  # of a block
     measures = [
         difference.abs().amax().double(),
-        (wrong.sum() / right.sum().clamp(min=unit)).sqrt(),
-        (wrong / right.clamp(min=unit)).amax().sqrt(),
+        (wrong.sum() / right.sum().clamp(min=typical**2 * expected.numel() + 1e-300)).sqrt(),
+        (wrong / right.clamp(min=least)).amax().sqrt(),
     ]
     if lse is not None:
         off = (lse.double() - expected_lse).abs() / (1 + expected_lse.abs())
@@ -261,11 +264,11 @@ def _squares_of_blocks(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(rows, (0, -len(rows) % BLOCK_ROWS)).view(-1, BLOCK_ROWS).sum(dim=1)
 
 
-def _limits(problem: Problem, scale: float, expected: Tensor, plain: Errors) -> Errors:
+def _limits(problem: Problem, scale: float, expected: Tensor, typical: float, plain: Errors) -> Errors:
     score = abs(scale) * math.sqrt(problem.head_dim_qk)
     resolution = torch.finfo(torch.float32).eps * (4 + math.sqrt(problem.seqlen_kv) + 4 * score)
     floor = torch.finfo(getattr(torch, problem.dtype)).eps / 4 + resolution
-    floors = Errors(floor * float(expected.abs().amax()), floor, floor, resolution)
+    floors = Errors(floor * max(float(expected.abs().amax()), typical), floor, floor, resolution)
     return Errors(*(floor + (FACTOR * error if math.isfinite(error) else 0.0) for floor, error in zip(floors, plain)))
 
 
