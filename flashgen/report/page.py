@@ -69,6 +69,7 @@ def _problem(summary: Summary, summaries: Sequence[Summary]) -> dict[str, Any]:
         "failures": [
             {"status": row.status.value, "reason": row.reason, "count": row.count, "example": row.example} for row in summary.failures
         ],
+        "excluded": summary.excluded if len(summaries) == 1 else {},
         "flops": summary.problem.flops,
         "seqlen": summary.problem.seqlen_kv,
         "theory": _theory(summary),

@@ -76,6 +76,11 @@ class Summary:
         rows = [Failure(status=status, reason=why, count=len(all_), example=all_[0]) for (status, why), all_ in groups.items()]
         return sorted(rows, key=lambda row: (-row.count, row.status.value, row.reason))
 
+    @cached_property
+    def excluded(self) -> dict[str, int]:
+        """How many candidates each constraint of the space rules out before any trial, most first; takes a second or two."""
+        return dict(sorted(space.rejected(self.problem, self.device).items(), key=lambda item: -item[1]))
+
     def tflops(self, record: Record) -> float:
         """TFLOP/s of a measured row, counting what the mask leaves."""
         return tflops(self.problem.flops, time_us(record) * 1e-6)

@@ -28,6 +28,8 @@ def terminal(records: Iterable[Record], console: Console) -> None:
             console.print(comparison(summary))
         console.print(favourites(summary))
         console.print(tally(summary), highlight=False)
+        if summary.excluded:
+            console.print("Outside the legal space, never tried: " + ", ".join(f"{count} {name}" for name, count in summary.excluded.items()))
         if summary.failures:
             console.print(failures(summary))
 
