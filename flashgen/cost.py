@@ -288,15 +288,17 @@ def estimate(
     loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
     l2 = loaded_bytes / (device.l2_bytes_per_s * fitted.l2_rate / device.num_sms / hz)
 
-    # Waits: for the first product, barriers, and for tiles that the pipeline did not ask for early enough.
-    alone = tensor + max(exp, issue) + fitted.block_latency
-    wait = max(0.0, fitted.load_latency + l2 - (stages - 1) * alone) if stages > 1 else 2 * fitted.load_latency + l2
-    alone += wait
+    # Alone, a program waits for its first product and at barriers, and with less than 4 warps leaves parts of the SM idle; and it
+    # waits for tiles, which are asked for stages - 1 blocks ahead.
+    parts = 4 / min(4, num_warps)
+    cut_wait = (max(exp, issue + cut_issue) - max(exp, issue)) * parts
+    alone = (tensor + max(exp, issue)) * parts + fitted.block_latency
+    loading = fitted.load_latency + l2
+    alone = max(alone, loading / (stages - 1)) if stages > 1 else alone + loading + fitted.load_latency
     units = {"tensor": tensor, "exp": exp, "issue": issue, "smem": smem_cycles, "l2": l2}
     block = _cycles(fitted, units, alone, programs, num_warps)
     block_alone = _cycles(fitted, units, alone, 1, num_warps)
-    cut_alone = alone + max(exp, issue + cut_issue) - max(exp, issue)
-    cut_block = _cycles(fitted, units | {"issue": issue + cut_issue}, cut_alone, programs, num_warps)
+    cut_block = _cycles(fitted, units | {"issue": issue + cut_issue}, alone + cut_wait, programs, num_warps)
 
     # From blocks to the kernel.
     per_tile = (fitted.persistent_latency if config.persistent else fitted.tile_latency) / programs
@@ -336,8 +338,9 @@ def estimate(
 def _cycles(fitted: Calibration, units: dict[str, float], alone: float, programs: int, num_warps: int) -> float:
     """Cycles of an SM for one block of one of so many programs: between the busiest unit and one program's uncovered sum."""
     busy = _soft_max(fitted.softness, *units.values())
-    helpers = fitted.overlap_programs * (programs - 1) + fitted.overlap_warps * max(0.0, num_warps / 4 - 1)
-    return busy + max(0.0, alone - busy) / (1 + helpers)
+    side_by_side = min(programs, 4 / min(4, num_warps))  # in different parts of the SM
+    helpers = fitted.overlap_programs * (programs / side_by_side - 1) + fitted.overlap_warps * max(0.0, num_warps / 4 - 1)
+    return busy + max(0.0, alone / side_by_side - busy) / (1 + helpers)
 
 
 def _soft_max(softness: float, *values: float) -> float:
@@ -355,8 +358,9 @@ def _unevenness(candidate: Candidate, problem: Problem, device: Device, programs
         # Between one program alone and a full SM, a program's time grows evenly.
         share = 0.0 if rest == 0 else speed_up + (1 - speed_up) * (left - 1) / max(1, programs - 1)
         return max(1.0, (full_waves + share) * slots / tiles)
-    raw = unevenness(problem, config.block_m, variant.longest_first, config.head_group, slots, config.persistent)
-    return 1 + max(0.0, raw - 1) * speed_up
+    by_program = unevenness(problem, config.block_m, variant.longest_first, config.head_group, slots, config.persistent)
+    by_sm = unevenness(problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, False)
+    return max(1.0, by_sm, 1 + (by_program - 1) * speed_up)
 
 
 def _reread_bytes(fitted: Calibration, candidate: Candidate, problem: Problem, device: Device, slots: int, row_blocks: int) -> float:

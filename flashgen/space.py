@@ -237,6 +237,9 @@ def _number_violations(candidate: Candidate, problem: Problem, device: Device) -
             yield "tma", f"needs rows of a multiple of 16 bytes, the problem's have {row_bytes[0]} and {row_bytes[1]}"
         if problem.seqlen_kv == 0:
             yield "tma", "needs at least 1 key, the problem has 0"
+        # Ordinary cores read TMA's layout badly: 632 bytes of spills, against none (32 x 32, d 64, 4 warps, sm_90, Triton 3.6).
+        if problem.itemsize > 2:
+            yield "tma", f"is for elements of 2 bytes, the problem's have {problem.itemsize}"
         if max(block_m, block_n) > 256:
             yield "tma", f"a box has {max(block_m, block_n)} rows, at most 256 are allowed"
 
@@ -256,6 +259,11 @@ def _number_violations(candidate: Candidate, problem: Problem, device: Device) -
                 yield "small_tile", f"{block_m} rows and {num_warps} warps, but {tiles} tiles of 64 rows fill {device.num_sms} SMs"
             if block_n < min(32, _power_above(problem.seqlen_kv)):
                 yield "small_tile", f"{block_n} keys at a time, where there are {problem.seqlen_kv} and no want of work"
+    else:
+        # Products on ordinary cores keep the operands of a thread's scores in its registers: 16 scores spill 350 to 1200 bytes.
+        scores = block_m * block_n / (32 * num_warps)
+        if not 2 <= scores <= 8:
+            yield "fma_tile", f"{scores:g} scores a thread, fp32 products run with 2 to 8"
 
     # Beyond these the compiler can only spill.
     limit = cost.register_limit(candidate, device)
@@ -308,9 +316,9 @@ def _structure_violations(candidate: Candidate, problem: Problem, device: Device
 
 
 def _no_tma(problem: Problem) -> bool:
-    """TMA cannot describe these tensors, on any device."""
+    """TMA cannot describe these tensors, or does not help, on any device."""
     odd_rows = any(dim * problem.itemsize % 16 for dim in (problem.head_dim_qk, problem.head_dim_v))
-    return odd_rows or not problem.aligned_16 or problem.seqlen_kv == 0
+    return odd_rows or problem.itemsize > 2 or not problem.aligned_16 or problem.seqlen_kv == 0
 
 
 def _power_above(seqlen: int) -> int:

@@ -1,0 +1,287 @@
+"""The model counts right, keeps its promises, and orders what is known to be ordered."""
+
+import dataclasses
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen import cost, space, theory
+from flashgen.candidate import Candidate, Config, Variant
+from flashgen.device import Device
+from flashgen.problem import Problem
+from flashgen.record import Resources
+
+H200, A100 = Device.named("h200"), Device.named("a100")
+
+
+def cell(head_dim=128, mask="full", seqlen=8192, **changes):
+    """16k tokens in all, 2048 columns over the heads, as in the published tables."""
+    heads = 2048 // head_dim
+    values = dict(
+        batch=16384 // seqlen, heads_q=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_kv=seqlen, head_dim_qk=head_dim, head_dim_v=head_dim
+    )
+    return Problem(**(values | dict(mask=mask) | changes))
+
+
+def candidate(load="tma", mask="full", masked_apart=True, longest_first=False, **numbers):
+    values = dict(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    return Candidate(
+        variant=Variant(mask=mask, load=load, masked_apart=masked_apart, longest_first=longest_first), config=Config(**(values | numbers))
+    )
+
+
+def tflops(estimate, problem):
+    return problem.flops / estimate.time_s / 1e12
+
+
+def resources(registers=168, spill_bytes=0, smem_bytes=100_000):
+    return Resources(registers=registers, spill_bytes=spill_bytes, smem_bytes=smem_bytes, binary_sha256="")
+
+
+problems = st.sampled_from(
+    [
+        cell(),
+        cell(64, "causal", 2048),
+        cell(256, "causal", 512, heads_kv=1),
+        cell(64, seqlen=512, window=(128, 0)),
+        cell(batch=1, seqlen_q=1000, seqlen_kv=1500, head_dim_qk=192, mask="causal_top_left"),
+        cell(head_dim_qk=72, head_dim_v=40, seqlen_q=333, seqlen_kv=999, return_lse=True),
+        cell(batch=1, seqlen_q=1, seqlen_kv=4096),
+        cell(batch=1, heads_q=2, heads_kv=1, seqlen_q=100, seqlen_kv=33, mask="causal"),
+        cell(64, "causal", 1024, dtype="float32"),
+        cell(seqlen_kv=0),
+    ]
+)
+devices = st.sampled_from([H200, A100])
+
+
+@settings(deadline=None, max_examples=60)
+@given(problems, devices, st.data())
+def test_estimates_keep_their_promises(problem, device, data):
+    each = data.draw(st.sampled_from(space.candidates(problem, device)))
+    estimate = cost.estimate(each, problem, device)
+    assert estimate.bound_s == theory.bound_s(problem, device)
+    assert estimate.bound_s <= estimate.time_s < 10
+    assert max(estimate.tensor_s, estimate.exp_s, estimate.dram_s, estimate.smem_s, estimate.l2_s) <= estimate.time_s
+    assert estimate.flops >= problem.flops
+    assert estimate.exp_ops >= problem.batch * problem.heads_q * problem.visible_pairs
+    assert estimate.dram_bytes >= theory.compulsory_bytes(problem)
+    assert estimate.l2_bytes >= theory.compulsory_bytes(problem) * 0.99
+    assert estimate.programs_per_sm >= 1
+    assert estimate.waves > 0
+    assert all(math.isfinite(value) for value in vars(estimate).values() if isinstance(value, float))
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems, devices, st.data())
+def test_more_work_is_never_less(problem, device, data):
+    each = data.draw(st.sampled_from(space.candidates(problem, device)))
+    more = dataclasses.replace(problem, batch=2 * problem.batch)
+    one, two = cost.estimate(each, problem, device), cost.estimate(each, more, device)
+    assert two.flops == 2 * one.flops
+    assert two.dram_bytes >= one.dram_bytes * 1.999
+    assert two.time_s >= one.time_s * 0.98  # greedy scheduling has its anomalies
+
+
+@settings(deadline=None, max_examples=40)
+@given(problems, devices, st.data())
+def test_spills_and_fat_kernels_are_never_faster(problem, device, data):
+    each = data.draw(st.sampled_from(space.candidates(problem, device)))
+    lean = cost.estimate(each, problem, device, resources(registers=64))
+    spilled = cost.estimate(each, problem, device, resources(registers=64, spill_bytes=400))
+    assert spilled.time_s >= lean.time_s
+    fat = cost.estimate(each, problem, device, resources(registers=64, smem_bytes=150_000))
+    assert fat.programs_per_sm <= lean.programs_per_sm
+
+
+sides = st.none() | st.integers(0, 70)
+
+
+@settings(max_examples=80)
+@given(
+    st.builds(
+        Problem,
+        batch=st.just(1),
+        heads_q=st.just(1),
+        heads_kv=st.just(1),
+        seqlen_q=st.integers(1, 90),
+        seqlen_kv=st.integers(0, 90),
+        head_dim_qk=st.just(16),
+        head_dim_v=st.just(16),
+        mask=st.sampled_from(["full", "causal", "causal_top_left"]),
+        window=st.tuples(sides, sides),
+    ),
+    st.sampled_from([16, 32]),
+    st.sampled_from([16, 32]),
+)
+def test_walked_blocks_hold_every_visible_pair_and_whole_blocks_need_no_mask(problem, block_m, block_n):
+    """Judged pair by pair: a block is whole if every row of the tile, also beyond the end, sees all of it."""
+    low, high = problem.band
+    walked = cost.walk(problem, block_m, block_n)
+    visible = whole = most = 0
+    for row in range(0, problem.seqlen_q, block_m):
+        here = 0
+        for key in range(0, problem.seqlen_kv, block_n):
+            pairs = [
+                (low is None or low <= j - i) and (high is None or j - i <= high) and j < problem.seqlen_kv
+                for i, j in itertools.product(range(row, row + block_m), range(key, key + block_n))
+            ]
+            inside = [
+                pair for pair, (i, _) in zip(pairs, itertools.product(range(row, row + block_m), range(block_n))) if i < problem.seqlen_q
+            ]
+            here += any(inside)
+            whole += all(pairs)
+        visible += here
+        most = max(most, here)
+    assert walked.row_blocks == math.ceil(problem.seqlen_q / block_m)
+    assert walked.whole + walked.cut >= visible
+    assert walked.whole == whole
+    if low is None:
+        assert (walked.whole + walked.cut, walked.most) == (visible, most)
+
+
+def test_walk_of_a_causal_square():
+    walked = cost.walk(cell(mask="causal", seqlen=1024), 128, 64)
+    assert (walked.row_blocks, walked.whole, walked.cut, walked.most) == (8, 2 * (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7), 16, 16)
+
+
+def test_wasted_parts_of_tiles_count():
+    odd = cell(head_dim=128, seqlen=8192, head_dim_qk=72, head_dim_v=100, seqlen_q=1000, seqlen_kv=1000)
+    estimate = cost.estimate(candidate(), odd, H200)
+    assert estimate.flops == odd.batch * 16 * 2 * 1024 * 1024 * 256
+    assert estimate.l2_bytes < odd.batch * 16 * 8 * 1024 * 256 * 2  # columns beyond the head dim are not loaded
+
+
+# From Triton 3.6.0's compiler, for sm_90a and sm_80, with the shared memory that it reported (2026-11-29).
+@pytest.mark.parametrize(
+    ("device", "load", "head_dim", "tile", "num_warps", "num_stages", "dtype", "reported"),
+    [
+        (H200, "tma", 128, (128, 128), 8, 1, "bfloat16", 65544),
+        (H200, "tma", 128, (128, 128), 8, 3, "bfloat16", 230400),
+        (H200, "tma", 128, (128, 64), 8, 3, "bfloat16", 132096),
+        (H200, "pointer", 128, (128, 64), 8, 3, "bfloat16", 131072),
+        (H200, "pointer", 256, (128, 64), 8, 2, "bfloat16", 196608),
+        (H200, "pointer", 64, (16, 64), 1, 3, "bfloat16", 34816),
+        (H200, "pointer", 64, (32, 64), 2, 3, "bfloat16", 40960),
+        (H200, "pointer", 64, (32, 32), 4, 2, "float32", 28800),
+        (H200, "pointer", 64, (64, 32), 4, 1, "float32", 33024),
+        (H200, "pointer", 128, (32, 32), 4, 2, "float32", 53248),
+        (A100, "pointer", 128, (128, 64), 8, 2, "bfloat16", 65536),
+        (A100, "pointer", 64, (128, 64), 4, 3, "bfloat16", 49152),
+    ],
+)
+def test_shared_memory_is_what_the_compiler_asks_for(device, load, head_dim, tile, num_warps, num_stages, dtype, reported):
+    made = candidate(load=load, block_m=tile[0], block_n=tile[1], num_warps=num_warps, num_stages=num_stages)
+    assert cost.smem_bytes(made, cell(head_dim, dtype=dtype), device) == pytest.approx(reported, abs=1040)
+
+
+def test_programs_per_sm_by_each_limit():
+    assert cost.programs_per_sm(4, 168, 1024, H200) == 3  # registers
+    assert cost.programs_per_sm(4, 32, 113 * 1024, H200) == 2  # shared memory, 1 KiB more each
+    assert cost.programs_per_sm(32, 16, 1024, H200) == 2  # threads
+    assert cost.programs_per_sm(1, 16, 1024, H200) == 32  # blocks
+
+
+def test_compiled_resources_replace_guesses():
+    one = cost.estimate(candidate(block_n=64), cell(), H200, resources(registers=168, smem_bytes=100_000))
+    two = cost.estimate(candidate(block_n=64), cell(), H200, resources(registers=128, smem_bytes=100_000))
+    assert (one.programs_per_sm, two.programs_per_sm) == (1, 2)
+    assert two.time_s < one.time_s
+
+
+# Measured on an H200 (128 x 128 by TMA), the rest FlexAttention with its default configurations, which is the same kind of kernel.
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "load", "tile", "num_warps", "measured"),
+    [
+        (128, "full", "tma", (128, 128), 8, 504),
+        (128, "full", "pointer", (128, 64), 8, 460),
+        (128, "causal", "pointer", (128, 64), 8, 387),
+        (64, "full", "pointer", (128, 128), 4, 416),
+        (64, "causal", "pointer", (128, 128), 4, 363),
+        (256, "full", "pointer", (64, 32), 4, 369),
+        (256, "causal", "pointer", (64, 32), 4, 295),
+    ],
+)
+def test_known_kernels_come_out_near_their_measured_speed(head_dim, mask, load, tile, num_warps, measured):
+    made = candidate(load=load, mask=mask, block_m=tile[0], block_n=tile[1], num_warps=num_warps)
+    problem = cell(head_dim, mask)
+    assert tflops(cost.estimate(made, problem, H200), problem) == pytest.approx(measured, rel=0.2)
+
+
+def test_better_choices_rank_first():
+    full, causal = cell(), cell(mask="causal", seqlen=2048)
+    time_of = lambda problem, **changes: cost.estimate(candidate(**changes), problem, H200).time_s  # noqa: E731
+    assert time_of(full) < time_of(full, block_n=64) < time_of(full, block_n=32)
+    assert time_of(full) < time_of(full, block_m=64, num_warps=4)
+    assert time_of(full, num_stages=2) < time_of(full, num_stages=1)
+    assert time_of(full, block_n=64) < time_of(full, block_n=64, load="pointer")
+    assert time_of(causal, mask="causal", longest_first=True, head_group=16) < time_of(causal, mask="causal")
+    long = cell(mask="causal")
+    assert time_of(long, mask="causal") < time_of(long, mask="causal", masked_apart=False)
+
+
+def test_heads_that_do_not_fit_l2_are_read_again():
+    long = cell(mask="causal", seqlen=16384)
+    few = cost.estimate(candidate(mask="causal", head_group=1), long, H200)
+    many = cost.estimate(candidate(mask="causal", head_group=16), long, H200)
+    assert few.dram_bytes == theory.compulsory_bytes(long)
+    assert many.dram_bytes > 2 * few.dram_bytes
+
+
+def test_unevenness_of_a_grid():
+    """8 row blocks of 1 to 8 units: longest first ends evenly, in turn it does not."""
+    problem = cell(mask="causal", seqlen=1024, batch=1, heads_q=16, heads_kv=16)
+    sorted_end = cost.unevenness(problem, 128, True, 16, 24, False)
+    unsorted_end = cost.unevenness(problem, 128, False, 16, 24, False)
+    assert 1 <= sorted_end < 1.05 < unsorted_end
+    # With as many programs as row blocks, each persistent program gets the same row block of every head.
+    assert cost.unevenness(problem, 128, True, 1, 8, True) > 1.6
+    assert cost.unevenness(cell(), 128, False, 1, 132, False) == math.ceil(1024 * 2 / 132) * 132 / (1024 * 2)
+
+
+def test_a_grid_of_whole_waves_is_even():
+    whole = cell(batch=1, heads_q=132, heads_kv=132, seqlen_q=128)
+    more = cell(batch=1, heads_q=133, heads_kv=133, seqlen_q=128)
+    one, two = (cost.estimate(candidate(), each, H200) for each in (whole, more))
+    assert (one.waves, two.waves) == (1, pytest.approx(133 / 132))
+    assert two.time_s > 1.5 * one.time_s
+
+
+def test_what_limits_a_kernel_is_named():
+    assert cost.estimate(candidate(), cell(), H200).bound == "tensor"
+    decode = cell(seqlen=8192, batch=64, seqlen_q=1)
+    best = min((cost.estimate(each, decode, H200) for each in space.candidates(decode, H200)), key=lambda estimate: estimate.time_s)
+    assert best.bound == "dram"
+    tiny = cell(batch=1, heads_q=1, heads_kv=1, seqlen_q=16, seqlen_kv=16)
+    assert cost.estimate(space.default(tiny, H200), tiny, H200).bound == "latency"
+
+
+@pytest.mark.parametrize("empty", [dict(batch=0), dict(seqlen_q=0)])
+def test_an_empty_problem_takes_nothing(empty):
+    nothing = cell(**empty)
+    estimate = cost.estimate(space.default(nothing, H200), nothing, H200)
+    assert (estimate.time_s, estimate.flops, estimate.bound_s) == (0, 0, 0)
+
+
+def test_no_keys_is_only_latency_and_output():
+    estimate = cost.estimate(candidate(load="pointer"), cell(seqlen_kv=0), H200)
+    assert estimate.flops == 0
+    assert 0 < estimate.time_s < 1e-3
+
+
+def test_a_whole_space_is_ranked_in_about_a_second():
+    problem = cell(64, "causal", 2048)
+    found = space.candidates(problem, H200)
+    start = time.process_time()
+    for each in found:
+        cost.estimate(each, problem, H200)
+    assert (time.process_time() - start) / len(found) < 0.5e-3  # about 0.1 ms on an idle core
+
+
+def test_other_constants_can_be_tried():
+    slower = cost.Calibration(clock=0.5)
+    assert cost.estimate(candidate(), cell(), H200, calibration=slower).time_s > 1.5 * cost.estimate(candidate(), cell(), H200).time_s

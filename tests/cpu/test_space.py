@@ -1,0 +1,310 @@
+"""Every legal candidate can work, every other has a named reason, and no two are the same kernel."""
+
+import dataclasses
+import itertools
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen import cost, space
+from flashgen.candidate import Candidate, Config, Variant
+from flashgen.device import DEVICES, Device
+from flashgen.errors import ArgumentError, UnsupportedError
+from flashgen.problem import Problem
+
+H200, A100 = Device.named("h200"), Device.named("a100")
+
+
+def problem(**changes):
+    values = dict(batch=2, heads_q=16, heads_kv=16, seqlen_q=2048, seqlen_kv=2048, head_dim_qk=128, head_dim_v=128, mask="causal")
+    return Problem(**(values | changes))
+
+
+def candidate(load="tma", mask="causal", masked_apart=True, longest_first=False, **numbers):
+    values = dict(block_m=128, block_n=64, num_warps=8, num_stages=2)
+    return Candidate(
+        variant=Variant(mask=mask, load=load, masked_apart=masked_apart, longest_first=longest_first), config=Config(**(values | numbers))
+    )
+
+
+def names(found):
+    return {message.split(":")[0] for message in found}
+
+
+any_problem = st.builds(
+    Problem,
+    batch=st.integers(0, 3),
+    heads_q=st.sampled_from([2, 6, 32]),
+    heads_kv=st.sampled_from([1, 2]),
+    seqlen_q=st.sampled_from([0, 1, 17, 64, 100, 128, 1000, 4096]),
+    seqlen_kv=st.sampled_from([0, 1, 15, 33, 128, 1000, 4096]),
+    head_dim_qk=st.sampled_from([1, 8, 40, 64, 128, 192, 256]),
+    head_dim_v=st.sampled_from([1, 8, 64, 128, 256]),
+    dtype=st.sampled_from(["bfloat16", "float16", "float32"]),
+    mask=st.sampled_from(["full", "causal", "causal_top_left"]),
+    window=st.sampled_from([(None, None), (128, 0), (0, 0), (None, 30), (64, 64)]),
+    return_lse=st.booleans(),
+    aligned_16=st.booleans(),
+)
+any_device = st.sampled_from(sorted(DEVICES)).map(Device.named)
+
+
+@settings(deadline=None, max_examples=25)
+@given(any_problem, any_device)
+def test_no_problem_is_without_candidates_and_default_is_one_of_them(problem, device):
+    found = space.candidates(problem, device)
+    assert found
+    assert len(set(found)) == len(found)
+    assert space.default(problem, device) in set(found)
+    for each in found[:: max(1, len(found) // 20)]:
+        assert space.violations(each, problem, device) == []
+
+
+@settings(deadline=None, max_examples=25)
+@given(any_problem, any_device)
+def test_candidates_and_rejected_ones_make_up_the_grid(problem, device):
+    grid = math.prod(map(len, space.axes(problem, device).values()))
+    assert len(space.candidates(problem, device)) + sum(space.rejected(problem, device).values()) == grid
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_problem, any_device, st.data())
+def test_a_point_of_the_grid_is_legal_exactly_if_it_is_listed(problem, device, data):
+    values = {name: data.draw(st.sampled_from(choices), label=name) for name, choices in space.axes(problem, device).items()}
+    point = space.from_axes(problem, device, values)
+    assert (space.violations(point, problem, device) == []) == (point in set(space.candidates(problem, device)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(any_problem, any_device, any_problem, any_device)
+def test_a_carried_over_candidate_is_legal_or_none(source, source_device, target, target_device):
+    adapted = space.adapt(space.default(source, source_device), target, target_device)
+    if adapted is not None:
+        assert space.violations(adapted, target, target_device) == []
+
+
+def test_the_space_is_large_enough_to_search_and_small_enough_to_rank():
+    for head_dim, mask, dtype in itertools.product((64, 128, 256), ("full", "causal"), ("bfloat16", "float32")):
+        count = len(space.candidates(problem(head_dim_qk=head_dim, head_dim_v=head_dim, mask=mask, dtype=dtype), H200))
+        assert 50 <= count <= 8000
+
+
+def test_enumeration_is_quick():
+    space._explored.cache_clear()
+    start = time.process_time()
+    space.candidates(problem(), H200)
+    assert time.process_time() - start < 1.5  # about 0.2 s on an idle core
+
+
+def test_order_is_fixed():
+    first = space.candidates(problem(), H200)
+    space._explored.cache_clear()
+    assert space.candidates(problem(), H200) == first
+
+
+def test_known_good_kernels_are_legal():
+    """128 x 128, 8 warps, 3 stages by TMA is what reached 504 TFLOP/s on an H200."""
+    full = problem(mask="full")
+    assert space.violations(candidate(mask="full", block_n=128, num_stages=3), full, H200) == []
+    assert space.violations(candidate(mask="full", load="pointer", num_stages=3), full, H200) == []
+    assert space.violations(candidate(longest_first=True, head_group=16, persistent=True), problem(), H200) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("smem", dict(block_n=128, num_stages=4)),
+        ("registers", dict(block_m=256, block_n=128)),
+        ("registers", dict(block_n=256)),
+        ("warp_rows", dict(num_warps=16)),
+        ("small_tile", dict(block_m=32, num_warps=2)),
+        ("small_tile", dict(block_n=16)),
+        ("block_m", dict(block_m=4096)),
+        ("block_m", dict(block_m=8)),
+        ("block_n", dict(block_n=48)),
+        ("num_stages", dict(num_stages=60)),
+        ("maxnreg", dict(maxnreg=168)),
+        ("head_group", dict(head_group=64)),
+        ("elements", dict(block_m=16384)),
+        ("tma", dict(block_m=512)),
+    ],
+)
+def test_each_limit_on_numbers_has_a_name_and_both_figures(name, numbers):
+    messages = [message for message in space.violations(candidate(**numbers), problem(), H200) if message.startswith(f"{name}: ")]
+    assert messages
+    assert all(len([word for word in message.replace(",", " ").split() if any(map(str.isdigit, word))]) >= 2 for message in messages)
+
+
+@pytest.mark.parametrize("num_warps", [3, 32, 64, 128])
+def test_num_warps_beyond_the_hardware_or_odd_are_refused(num_warps):
+    """T02: num_warps 3, 32 and 128 never reach the compiler."""
+    assert space.violations(candidate(num_warps=num_warps), problem(), H200)
+
+
+def test_too_much_shared_memory_is_refused_with_both_numbers():
+    """T01: a configuration that needs more than 227 KB is not tried, and the message says by how much."""
+    (message,) = space.violations(candidate(block_n=128, num_stages=4), problem(), H200)
+    assert message == "smem: needs 295936 bytes, NVIDIA H200 has 232448"
+
+
+def test_tma_needs_hopper_and_alignment():
+    """T08: descriptors are only made for 16-byte strides, and only where the hardware has them."""
+    assert "tma" in names(space.violations(candidate(), problem(), A100))
+    assert "tma" in names(space.violations(candidate(), problem(aligned_16=False), H200))
+    assert "tma" in names(space.violations(candidate(), problem(head_dim_qk=100), H200))
+    assert "tma" in names(space.violations(candidate(), problem(seqlen_kv=0), H200))
+    assert "tma" in names(space.violations(candidate(), problem(dtype="float32"), H200))
+    assert space.axes(problem(), A100)["load"] == ["pointer"]
+    assert space.axes(problem(aligned_16=False), H200)["load"] == ["pointer"]
+    assert {each.variant.load for each in space.candidates(problem(), H200)} == {"tma", "pointer"}
+
+
+def test_structure_that_the_problem_fixes_is_checked():
+    assert names(space.violations(candidate(mask="full"), problem(), H200)) >= {"mask"}
+    assert names(space.violations(candidate(), problem(return_lse=True), H200)) == {"store_lse"}
+    assert names(space.violations(candidate(), problem(head_dim_qk=96), H200)) == {"padded"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(mask="full"), "full"),
+        (dict(mask="causal"), "causal"),
+        (dict(mask="causal_top_left", seqlen_kv=1000), "causal"),
+        (dict(mask="full", window=(None, 5)), "causal"),
+        (dict(mask="full", window=(5, None)), "window"),
+        (dict(mask="causal", window=(128, None)), "window"),
+    ],
+)
+def test_mask_kind_follows_the_band(changes, expected):
+    assert space.required(problem(**changes))["mask"] == expected
+
+
+@pytest.mark.parametrize(("dim", "padded"), [(64, False), (16, False), (8, True), (72, True), (1, True)])
+def test_tiles_wider_than_the_head_dim_are_padded(dim, padded):
+    assert space.required(problem(head_dim_v=dim))["padded"] is padded
+
+
+def test_knobs_that_cannot_matter_are_refused():
+    full = problem(mask="full")
+    assert names(space.violations(candidate(mask="full", longest_first=True), full, H200)) == {"longest_first"}
+    assert names(space.violations(candidate(mask="full", head_group=4), full, H200)) == {"head_group"}
+    assert names(space.violations(candidate(mask="full", masked_apart=False), full, H200)) == {"masked_apart"}
+    tail = problem(mask="full", seqlen_kv=2000)
+    assert space.violations(candidate(mask="full", masked_apart=False), tail, H200) == []
+    short = problem(seqlen_q=64, seqlen_kv=40)
+    assert "masked_apart" in names(space.violations(candidate(block_m=64, num_warps=4, num_stages=1), short, H200))
+    few = problem(batch=1, heads_q=4, heads_kv=4)
+    assert names(space.violations(candidate(persistent=True), few, H200)) == {"persistent"}
+    one_block = problem(seqlen_q=128)
+    assert names(space.violations(candidate(head_group=4), one_block, H200)) == {"head_group"}
+
+
+def test_a_cap_on_registers_must_let_another_program_in():
+    narrow = problem(head_dim_qk=64, head_dim_v=64)
+    capped = candidate(block_m=64, num_warps=4, maxnreg=128)
+    assert space.violations(capped, narrow, H200) == []
+    assert cost.programs_per_sm(4, 128, cost.smem_bytes(capped, narrow), H200) == 4
+    assert names(space.violations(candidate(block_m=64, num_warps=4, maxnreg=136), narrow, H200)) == {"maxnreg"}
+
+
+def test_small_tiles_are_legal_only_for_want_of_work():
+    decode = problem(seqlen_q=1, seqlen_kv=8192, mask="full")
+    assert {each.config.block_m for each in space.candidates(decode, H200)} == {16}
+    assert {each.config.block_m for each in space.candidates(problem(), H200)} <= {64, 128, 256}
+    few = problem(batch=1, heads_q=2, heads_kv=2, seqlen_q=512, seqlen_kv=512)
+    assert {each.config.block_m for each in space.candidates(few, H200)} >= {16, 32, 64, 128}
+
+
+def test_axes_and_candidates_convert_both_ways():
+    choices = space.axes(problem(), H200)
+    values = {name: options[0] for name, options in choices.items()}
+    made = space.from_axes(problem(), H200, values)
+    for name, value in values.items():
+        assert getattr(made.variant if hasattr(made.variant, name) else made.config, name) == value
+    with pytest.raises(ArgumentError, match="axes are"):
+        space.from_axes(problem(), H200, {"block_m": 128})
+
+
+def test_variants_are_those_of_the_candidates():
+    found = space.variants(problem(), H200)
+    assert len(found) == len(set(found)) == 8  # two loads, masked blocks apart or not, two orders
+    assert {each.variant for each in space.candidates(problem(), H200)} == set(found)
+
+
+@pytest.mark.parametrize("dim", [(64, 64), (128, 128), (256, 256), (192, 128)])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("device", [H200, A100], ids=["h200", "a100"])
+def test_default_is_a_large_tile_with_a_pipeline(dim, mask, device):
+    picked = space.default(problem(head_dim_qk=dim[0], head_dim_v=dim[1], mask=mask), device)
+    assert picked.config.block_m == 128
+    assert picked.config.num_stages >= 2
+    assert picked.variant.load == ("tma" if device is H200 else "pointer")
+    assert picked.variant.longest_first == (mask == "causal")
+    assert picked.variant.masked_apart
+
+
+def test_adapt_keeps_what_it_can():
+    winner = candidate(longest_first=True, head_group=16, persistent=True, num_stages=3)
+    same = space.adapt(winner, problem(), H200)
+    assert same == winner
+    longer = space.adapt(winner, problem(seqlen_q=8192, seqlen_kv=8192, return_lse=True), H200)
+    assert longer == dataclasses.replace(winner, variant=dataclasses.replace(winner.variant, store_lse=True))
+    full = space.adapt(winner, problem(mask="full"), H200)
+    assert (full.variant.longest_first, full.config.head_group, full.config.persistent) == (False, 1, True)
+    older = space.adapt(winner, problem(), A100)
+    assert older.variant.load == "pointer"
+    assert space.adapt(winner, problem(aligned_16=False), H200).variant.load == "pointer"
+    short = space.adapt(winner, problem(seqlen_q=60, seqlen_kv=60), H200)
+    assert (short.config.block_m, short.config.block_n, short.config.num_warps, short.config.num_stages) == (64, 64, 4, 1)
+    wide = space.adapt(candidate(num_stages=3), problem(head_dim_qk=256, head_dim_v=256), H200)
+    assert wide.config.num_stages == 2  # three would not fit
+    assert space.adapt(candidate(block_n=128), problem(head_dim_qk=256, head_dim_v=256, dtype="float32"), H200) is None
+
+
+def test_adapt_drops_a_cap_that_no_longer_pays():
+    narrow = problem(head_dim_qk=64, head_dim_v=64)
+    capped = candidate(block_m=64, num_warps=4, maxnreg=128)
+    assert space.adapt(capped, narrow, H200).config.maxnreg == 128
+    assert space.adapt(capped, problem(), H200).config.maxnreg is None
+
+
+def test_fp32_tiles_are_small_enough_for_registers():
+    precise = problem(dtype="float32")
+    small = candidate(load="pointer", block_m=32, block_n=32, num_warps=4)
+    assert space.violations(small, precise, H200) == []
+    assert "fma_tile" in names(space.violations(candidate(load="pointer", num_warps=4), precise, H200))
+
+
+@pytest.mark.parametrize("numbers", [dict(num_warps=4096), dict(maxnreg=1), dict(block_m=3), dict(block_n=1 << 20), dict(num_stages=10**9)])
+def test_a_stored_candidate_with_absurd_numbers_is_illegal_and_no_crash(numbers):
+    """S08: a row whose numbers are not of this space is judged, not run."""
+    assert space.violations(candidate(**numbers), problem(), H200)
+    assert space.violations(candidate(**numbers), problem(dtype="float32"), H200)
+    space.adapt(candidate(**numbers), problem(), H200)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("head_dim_qk", dict(head_dim_qk=257)),
+        ("head_dim_v", dict(head_dim_v=512)),
+        ("seqlen_q", dict(seqlen_q=1 << 31)),
+        ("seqlen_kv", dict(seqlen_kv=1 << 31)),
+        ("batch", dict(batch=1 << 30)),
+    ],
+)
+def test_unsupported_problems_name_argument_and_limit(name, changes):
+    with pytest.raises(UnsupportedError, match=rf"{name}.*\d"):
+        space.require_supported(problem(**changes), H200)
+    with pytest.raises(UnsupportedError):
+        space.candidates(problem(**changes), H200)
+
+
+def test_old_devices_are_unsupported():
+    with pytest.raises(UnsupportedError, match="sm_75"):
+        space.require_supported(problem(), dataclasses.replace(A100, arch="sm_75"))
+    space.require_supported(problem(), A100)
