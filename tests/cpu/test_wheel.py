@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from flashgen import __version__
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -50,6 +52,7 @@ def flashgen(site: Path, tmp_path: Path, *arguments: str) -> str:
 
 def test_contents(wheel: Path) -> None:
     """Every template and every shipped winner is inside; tests, caches and a checkout's own folders are not."""
+    assert wheel.name == f"flashgen-{__version__}-py3-none-any.whl"
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in (("templates", "flashgen/_templates"), ("tuning_db", "flashgen/_tuning_db")):
         files = [path.relative_to(ROOT / folder).as_posix() for path in (ROOT / folder).rglob("*") if path.is_file()]

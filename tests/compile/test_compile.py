@@ -1,0 +1,82 @@
+"""Every variant compiles, with one config, for the architectures it is for, by the Triton that is installed. No GPU is needed.
+
+Prints the compiler's figures, so that a release of Triton that begins to spill shows in the log.
+"""
+
+import functools
+import itertools
+from dataclasses import fields, replace
+
+import pytest
+import triton
+
+from flashgen import space
+from flashgen.build.pool import CompilePool
+from flashgen.candidate import CHOICES, Candidate, Variant
+from flashgen.device import Device
+from flashgen.errors import BuildError
+from flashgen.problem import Problem
+from flashgen.record import Resources
+
+
+def problems() -> list[Problem]:
+    """Together they ask for every combination of what a problem decides: mask, padding, LSE."""
+    masks = ({"mask": "full"}, {"mask": "causal"}, {"mask": "causal", "window": (256, 0)})
+    shape = {"batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 1000, "seqlen_kv": 1000}
+    return [
+        Problem(**shape, **mask, head_dim_qk=head_dim, head_dim_v=head_dim, return_lse=return_lse)  # type: ignore[arg-type]
+        for mask, head_dim, return_lse in itertools.product(masks, (64, 72), (False, True))
+    ]
+
+
+def candidates(problem: Problem, device: Device) -> list[Candidate]:
+    """One for each variant: with the default's config, or where that is not legal, with the first one that is.
+
+    Of the variants that scale first, only the default's: the search does not choose that flag, a call with a negative scale does.
+    """
+    default = space.default(problem, device)
+    found = {candidate.variant: candidate for candidate in reversed(space.candidates(problem, device))}
+    for variant in found:
+        usual = Candidate(variant=variant, config=default.config)
+        if not space.violations(usual, problem, device):
+            found[variant] = usual
+    scale_first = replace(default, variant=replace(default.variant, scale_first=True))
+    return [*found.values(), scale_first]
+
+
+CASES = [
+    pytest.param(candidate, problem, device, id=f"{device.arch}-{candidate.variant.name}")
+    for device in (Device.named("h200"), Device.named("a100"))
+    for problem in problems()
+    for candidate in candidates(problem, device)
+]
+
+
+@functools.cache
+def compiled() -> dict[tuple[str, Candidate], Resources | BuildError]:
+    """What came of every case, by architecture and candidate; they are compiled on all cores at once."""
+    outcomes: dict[tuple[str, Candidate], Resources | BuildError] = {}
+    for arch, cases in itertools.groupby((case.values for case in CASES), key=lambda values: values[2].arch):  # type: ignore[union-attr]
+        with CompilePool(time_limit_s=300) as pool:
+            for candidate, problem, device in cases:
+                pool.submit(candidate, problem, device)  # type: ignore[arg-type]
+            outcomes |= {(arch, candidate): outcome for candidate, outcome in pool.results()}
+    return outcomes
+
+
+@pytest.mark.timeout(1200)  # the first case waits for all
+@pytest.mark.parametrize(("candidate", "problem", "device"), CASES)
+def test_compiles(candidate: Candidate, problem: Problem, device: Device, capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = compiled()[device.arch, candidate]
+    assert isinstance(outcome, Resources), outcome
+    with capsys.disabled():
+        figures = f"{outcome.registers} registers, {outcome.spill_bytes} bytes spilled, {outcome.smem_bytes} bytes shared"
+        print(f"\n{device.arch}, triton {triton.__version__}: {candidate}: {figures}", end=" ")
+    assert outcome.registers > 0
+
+
+def test_every_choice_is_a_case() -> None:
+    """A field of Variant that is added later has no value that is never compiled."""
+    variants = [case.values[0].variant for case in CASES]  # type: ignore[union-attr]
+    for field in fields(Variant):
+        assert {getattr(variant, field.name) for variant in variants} == set(CHOICES.get(field.name, (False, True))), field.name
