@@ -74,7 +74,7 @@ class Database:
         for read_only in (False, True):
             try:
                 store = cls._opened(path, read_only, READING_PATIENCE_S)
-            except (DatabaseError, OSError) as error:
+            except DatabaseError as error:
                 reason = reason or error
             else:
                 if reason is not None:
@@ -175,16 +175,16 @@ class Database:
         cells = self._read(lambda connection: queries.best(connection, conditions, most))
         return cells[0] if cells else []
 
-    def winners(self, device: Device | None = None) -> list[Record]:
-        """The winner of each problem and device, in the order of exported files."""
-        return self._winners(_conditions(None, device, None))
+    def winners(self, device: Device | None = None, *, most: int = 1) -> list[Record]:
+        """The winner of each problem and device (or its best `most` records), in the order of exported files."""
+        return self._winners(_conditions(None, device, None), most)
 
-    def near(self, problem: Problem, arch: str | None = None) -> list[Record]:
+    def near(self, problem: Problem, arch: str | None = None, *, most: int = 1) -> list[Record]:
         """The winners of all problems of the same direction on devices of this architecture (or any).
 
         How far each is from the problem, and whether it can be carried over, is for the caller to say.
         """
-        return self._winners([rows.direction == problem.direction, *([rows.arch == arch] if arch else [])])
+        return self._winners([rows.direction == problem.direction, *([rows.arch == arch] if arch else [])], most)
 
     def export(
         self,
@@ -203,7 +203,7 @@ class Database:
         if winners:
             if status is not None:
                 raise ArgumentError("status and winners exclude each other: every winner's status is ok")
-            chosen = self._winners(_conditions(problem, device, None))
+            chosen = self._winners(_conditions(problem, device, None), most=1)
         else:
             chosen = self.records(problem, device, status)
         written = lines.lines_of(lines.compacted(each) if compact else each for each in chosen)
@@ -295,8 +295,8 @@ class Database:
 
     # ---- transactions ------------------------------------------------------------------------------------------------
 
-    def _winners(self, conditions: list[ColumnElement[bool]]) -> list[Record]:
-        cells = self._read(lambda connection: queries.best(connection, conditions, most=1))
+    def _winners(self, conditions: list[ColumnElement[bool]], most: int) -> list[Record]:
+        cells = self._read(lambda connection: queries.best(connection, conditions, most))
         return lines.in_order(itertools.chain.from_iterable(cells))
 
     def _write(self, work: Callable[[Connection], T]) -> T:

@@ -2,12 +2,12 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import flashgen
-from flashgen import canonical
+from flashgen import canonical, render
 from flashgen.database import schema
 from flashgen.errors import ArgumentError
 from flashgen.record import Record
@@ -46,16 +46,15 @@ def compacted(record: Record) -> Record:
 
 
 def shipped_dir() -> Path | None:
-    """The folder of winners that came with flashgen: in the installed package, or beside it in a checkout."""
-    package = Path(flashgen.__file__).parent
-    if (package / "_tuning_db").is_dir():
-        return package / "_tuning_db"
-    checkout = package.parent
-    return checkout / "tuning_db" if (checkout / "pyproject.toml").is_file() and (checkout / "tuning_db").is_dir() else None
+    """The folder of winners that came with flashgen; None where they were left out."""
+    try:
+        return render.shipped_dir("tuning_db")
+    except FileNotFoundError:
+        return None
 
 
 def shipped_signature() -> str:
-    """Names and sha256 of the shipped files, as text; empty where none are shipped."""
+    """Names and sha256 of the shipped files, as text."""
     return canonical.dict_to_text({path.name: _sha256(path) for path in _shipped_files()})
 
 
@@ -68,7 +67,7 @@ def shipped() -> list[Record]:
 
 def _shipped_files() -> list[Path]:
     folder = shipped_dir()
-    return sorted(folder.glob("*.jsonl")) if folder else []
+    return sorted(path for path in folder.glob("*.jsonl") if os.access(path, os.R_OK)) if folder else []
 
 
 def _sha256(path: Path) -> str:

@@ -17,9 +17,9 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from flashgen.record import Status
+from flashgen.record import Record, Status
 
-TIE = 0.01  # medians closer than this are one and the same: what two runs on one GPU differ by
+TIE = 0.01  # relative; a smaller difference of medians may be noise
 
 # A trial that ended in one of these was run, or could not be.
 DECIDED = (
@@ -56,6 +56,28 @@ class Trial(NamedTuple):
             and all(number is None or isinstance(number, int) for number in numbers)
             and (self.status == Status.OK.value) == (isinstance(self.median_us, float) and 0 < self.median_us < math.inf)
         )
+
+
+def trial_of(record: Record) -> Trial:
+    """The trial of a candidate's record."""
+    measurement, resources = record.measurement, record.measurement.resources
+    return Trial(
+        key=record.key,
+        candidate_key=record.candidate.key if record.candidate else "",
+        source_sha256=record.source_sha256,
+        status=measurement.status.value,
+        median_us=measurement.median_us,
+        origin=record.provenance.origin,
+        utc=record.provenance.utc,
+        smem_bytes=resources.smem_bytes if resources else None,
+        registers=resources.registers if resources else None,
+    )
+
+
+def ranked_records(records: Iterable[Record]) -> list[Record]:
+    """As ranked, for records in hand: those of one problem on one device that could win, best first."""
+    trials = {trial_of(record): record for record in records if record.candidate is not None and record.measurement.status in DECIDED}
+    return [trials[trial] for trial in ranked(trials)]
 
 
 def ranked(trials: Iterable[Trial]) -> list[Trial]:

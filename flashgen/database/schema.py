@@ -173,8 +173,12 @@ def parsed(text: str, origin: str) -> Record:
 
 
 def keep(connection: Connection, added: Iterable[Record]) -> int:
-    """Insert these records, but for those already there. Gives how many were new."""
-    rows = [row_of(record) for record in added]
+    """Insert these records, but for those already there. Gives how many were new.
+
+    Each is read back from its stored form first, so that nothing unreadable is ever stored, and a time given as a whole number
+    has one key with the same time given as a fraction. Raises ArgumentError.
+    """
+    rows = [row_of(Record.from_dict(canonical.to_dict(record))) for record in added]
     if not rows:
         return 0
     before = _changes(connection)

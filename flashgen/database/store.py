@@ -33,10 +33,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BUSY_S = 30.0
-NETWORK_FILE_SYSTEMS = (
-    *("9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4"),
-    *("panfs", "smb3", "wekafs"),
-)
+NETWORK = {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "panfs", "smb3", "wekafs"}
 WRITABLE, READ_ONLY, IMMUTABLE = "mode=rw", "mode=ro", "immutable=1"  # ways to open a file; the last ignores locks and log
 
 
@@ -87,13 +84,16 @@ class Store:
 
     @classmethod
     def open_read_only(cls, path: Path, patience_s: float = BUSY_S) -> "Store":
-        """The file at path, which is never written, not even its log. Raises DatabaseError."""
+        """The file at path, which must be there and current; nothing is written to it. Raises DatabaseError."""
         store = cls(path, access=READ_ONLY, patience_s=patience_s)
-        try:
-            state = store._state()
-        except DBAPIError:  # the log cannot be kept where nothing can be written
-            store = cls(path, access=IMMUTABLE, patience_s=patience_s)
-            with store._sentences():
+        with store._sentences():
+            try:
+                state = store._state()
+            except DBAPIError as error:
+                if not any(words in str(error.orig) for words in ("unable to open", "readonly")):
+                    raise
+                # Not even the index of the log can be made here, so that no one else can be writing here either.
+                store = cls(path, access=IMMUTABLE, patience_s=patience_s)
                 state = store._state()
         if state is not State.CURRENT:
             raise DatabaseError(store._refusal(state))
@@ -173,7 +173,7 @@ class Store:
             raise DatabaseError(f"the database {self.path} cannot be written; choose another with --database or FLASHGEN_DATABASE")
         with self._sentences():
             if deep or self._state() is not State.CURRENT:
-                _make_folder(self.path.parent)
+                self.path.parent.mkdir(parents=True, exist_ok=True)
                 with _exclusive(self.path, self.patience_s):
                     self._mend(self._state(deep), anew=deep)
             if self._attempt(lambda connection: schema.fact(connection, "shipped"), writes=False) != lines.shipped_signature():
@@ -210,7 +210,7 @@ class Store:
         self._attempt(_fill, writes=True)
 
     def _state(self, deep: bool = False) -> State:
-        """Raises DatabaseError or what the driver raises where the file cannot be looked at."""
+        """Raises what the system or the driver raises where the file cannot be looked at."""
         assert self.path is not None
         try:
             if self.path.stat().st_size == 0:
@@ -218,8 +218,6 @@ class Store:
             return self._attempt(functools.partial(_examined, deep=deep), writes=False)
         except FileNotFoundError:
             return State.MISSING
-        except OSError as error:
-            raise DatabaseError(f"the database {self.path} cannot be opened: {error.strerror}") from error
         except DBAPIError as error:
             if _is_corrupt(error):
                 return State.CORRUPT
@@ -245,11 +243,12 @@ class Store:
     def _sentences(self) -> Iterator[None]:
         try:
             yield
-        except (DBAPIError, sqlite3.Error) as error:
+        except (DBAPIError, sqlite3.Error, OSError) as error:
             raise DatabaseError(self._sentence(error)) from error
 
     def _sentence(self, error: Exception) -> str:
-        return f"the database {self.path or 'in memory'} cannot be used: {getattr(error, 'orig', error)}"
+        reason = f"{error.strerror}, {error.filename}" if isinstance(error, OSError) else getattr(error, "orig", error)
+        return f"the database {self.path or 'in memory'} cannot be used: {reason}"
 
 
 def _revision(connection: Connection) -> str:
@@ -309,13 +308,6 @@ def _is_corrupt(error: DBAPIError) -> bool:
     return any(words in str(error.orig) for words in ("malformed", "not a database", "unsupported file format"))
 
 
-def _make_folder(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise DatabaseError(f"the folder {folder} cannot be made: {error.strerror}") from error
-
-
 def _unused(path: Path, word: str) -> Path:
     """A path beside this one that says what for and when, and does not exist."""
     now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%SZ")
@@ -324,22 +316,19 @@ def _unused(path: Path, word: str) -> Path:
 
 
 def _on_network(path: Path, mounts: str = "/proc/mounts") -> bool:
-    """Whether the path lies on a file system of NETWORK_FILE_SYSTEMS; no where the system does not say."""
+    """Whether the path lies on one of the file systems of NETWORK; no where the system does not say."""
     try:
         entries = [line.split()[1:3] for line in Path(mounts).read_text().splitlines()]
     except OSError:
         return False
     holders = [(point, kind) for point, kind in entries if path.resolve().is_relative_to(point.replace("\\040", " "))]
-    return max(holders, key=lambda holder: len(holder[0]), default=("", ""))[1] in NETWORK_FILE_SYSTEMS
+    return max(holders, key=lambda holder: len(holder[0]), default=("", ""))[1] in NETWORK
 
 
 @contextlib.contextmanager
 def _exclusive(path: Path, patience_s: float) -> Iterator[None]:
-    """Hold the lock file beside path. Raises DatabaseError."""
-    try:
-        descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
-    except OSError as error:
-        raise DatabaseError(f"the database {path} cannot be written: {error.strerror}") from error
+    """Hold the lock file beside path. Raises DatabaseError if others hold it for longer than patience_s, and OSError."""
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         deadline = time.monotonic() + patience_s
         while True:
@@ -348,12 +337,8 @@ def _exclusive(path: Path, patience_s: float) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    raise DatabaseError(
-                        f"the database {path} is being made by another process, which takes longer than {patience_s:g} s"
-                    ) from None
+                    raise DatabaseError(f"the database {path} is being made by another process, for more than {patience_s:g} s") from None
                 time.sleep(0.02)
-            except OSError as error:
-                raise DatabaseError(f"the database {path} cannot be locked: {error.strerror}") from error
         yield
     finally:
         os.close(descriptor)

@@ -70,6 +70,21 @@ def test_adding_again_changes_nothing(database: Database) -> None:
     assert [each.provenance.origin for each in database.records()] == ["local", "local"]
 
 
+def test_whole_and_fractional_spellings_of_a_time_are_one_row(database: Database) -> None:
+    assert database.add([record(300), record(300.0)]) == 1
+    (kept,) = database.records()
+    assert database.add(kept) == 0
+
+
+def test_nothing_unreadable_is_stored(database: Database) -> None:
+    """O09, S08: a search that measured nonsense hears of it."""
+    measured = record()
+    for name in ("error", "spread_us"):
+        with pytest.raises(ArgumentError, match=name):
+            database.add([record(310.0), replace(measured, measurement=replace(measured.measurement, **{name: math.nan}))])
+    assert database.records() == []
+
+
 def test_a_list_is_added_wholly_or_not_at_all(database: Database) -> None:
     with pytest.raises(TypeError):
         database.add([record(), "not a record"])  # type: ignore[list-item]
@@ -229,6 +244,15 @@ def test_ranking_depends_on_the_trials_and_not_on_their_order(trials: list[ranki
         assert times[0] <= min(times) * (1 + ranking.TIE)
 
 
+def test_records_in_hand_are_ranked_as_stored_ones(database: Database) -> None:
+    rows = [record(300.0 + number, block_m=16 << number, smem_bytes=1000 - number) for number in range(5)]
+    rows += [record(status=status, block_m=3) for status in Status if status is not Status.OK]
+    rows += [record(status=Status.WRONG_RESULT, block_m=16), record(peer="cudnn"), record(290.0, block_m=32, origin="shipped")]
+    database.add(rows)
+    assert ranking.ranked_records(rows) == database.ranked(PROBLEM, H200)
+    assert len(ranking.ranked_records(rows)) == 4
+
+
 def test_winners_of_all_problems_and_near_ones(database: Database) -> None:
     rows = [record(problem=other_problem(number), device=device) for number in range(3) for device in (H200, H100, A100)]
     slower = [record(999.0, block_m=64, problem=each.problem, device=each.device) for each in rows]
@@ -237,6 +261,7 @@ def test_winners_of_all_problems_and_near_ones(database: Database) -> None:
     assert {each.device for each in database.winners(H100)} == {H100}
     assert {each.device for each in database.near(PROBLEM, "sm_90")} == {H200, H100}
     assert len(database.near(PROBLEM)) == 9
+    assert len(database.near(PROBLEM, "sm_80", most=2)) == 6 and len(database.winners(H100, most=9)) == 6
 
 
 # ---- broken rows -----------------------------------------------------------------------------------------------------

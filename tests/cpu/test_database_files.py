@@ -310,11 +310,11 @@ def test_an_older_schema_is_migrated_after_a_backup(
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was(file: Path, second_revision: Callable[[str], None]) -> None:
     second_revision('op.execute("INSERT INTO nowhere VALUES (1)")')
-    before = sqlite3.connect(file).execute("SELECT * FROM records").fetchall()
     with pytest.raises(DatabaseError, match="nowhere"):
         Database.open(file)
     with contextlib.closing(sqlite3.connect(file)) as connection:
-        assert connection.execute("SELECT * FROM records").fetchall() == before
+        assert connection.execute("SELECT count(*) FROM pragma_table_info('records') WHERE name = 'note'").fetchone() == (0,)
+        assert connection.execute("SELECT count(*) FROM records").fetchone() == (2,)
         assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("0001",)]
 
 
@@ -460,7 +460,7 @@ def test_a_folder_that_cannot_be_written_and_has_no_database(public: Path) -> No
         """.replace("\n        ", "\n"),
         public / "new.sqlite",
     )
-    assert said.count("WARNED") == 2 and "cannot be written" in said
+    assert said.count("WARNED") == 2 and "Permission denied" in said
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
