@@ -11,6 +11,10 @@ hypothesis.settings.register_profile("flashgen", deadline=None, derandomize="CI"
 hypothesis.settings.load_profile("flashgen")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden modules anew instead of comparing with them")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Nothing under the user's home is read or written; Triton's own cache, keyed by content, is kept from run to run for speed.
 

@@ -1,0 +1,104 @@
+"""Generated modules: what a reader, a linter and the next commit may expect of them."""
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+
+import jinja2
+import pytest
+
+from flashgen.candidate import CHOICES, Variant
+from flashgen.errors import ArgumentError
+from flashgen.render import environment, render, templates_dir, tidy
+
+GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+FLAGS = ("masked_apart", "longest_first", "padded", "scale_first", "store_lse")
+VARIANTS = [
+    Variant(mask=mask, load=load, **dict(zip(FLAGS, flags, strict=True)))
+    for mask, load in itertools.product(CHOICES["mask"], CHOICES["load"])
+    for flags in itertools.product((False, True), repeat=len(FLAGS))
+]
+
+
+def kernel_templates() -> list[Path]:
+    return [path for path in sorted(templates_dir().rglob("*.py.jinja")) if path.parent.name in ("lib", *CHOICES["backend"])]
+
+
+@pytest.mark.parametrize("path", kernel_templates(), ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_raw_template_is_python(path: Path) -> None:
+    """Control flow is a comment, so editors, linters and readers can take a template for what it is."""
+    ast.parse(path.read_text())
+
+
+def test_every_variant_is_clean(tmp_path: Path) -> None:
+    """All modules pass the linter and the formatter as written, and no two are the same."""
+    texts = {variant: render(variant).text for variant in VARIANTS}
+    assert len(set(texts.values())) == len(VARIANTS)
+    for variant, text in texts.items():
+        (tmp_path / f"{variant.name}.py").write_text(text)
+    config = Path(__file__).resolve().parents[2] / "pyproject.toml"
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--config", config, "--quiet", tmp_path], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_golden(pytestconfig: pytest.Config) -> None:
+    """Two modules, read in review like source. After a change that is meant: pytest tests/cpu/test_render.py --update-golden."""
+    variants = [Variant(), Variant(mask="window", load="tma", longest_first=True, store_lse=True)]
+    if pytestconfig.getoption("--update-golden"):
+        for variant in variants:
+            (GOLDEN / f"{variant.name}.py").write_text(render(variant).text)
+    assert {path.name for path in GOLDEN.glob("*.py")} == {f"{variant.name}.py" for variant in variants}
+    for variant in variants:
+        assert render(variant).text == (GOLDEN / f"{variant.name}.py").read_text()
+
+
+def test_header_says_how_to_make_it_again() -> None:
+    variant = Variant(mask="causal", store_lse=True)
+    head = render(variant).text[:400]
+    assert f"flashgen generate --variant {variant.name}" in head
+    assert Variant.named(variant.name) == variant
+
+
+@pytest.mark.parametrize("variant", VARIANTS[::7], ids=lambda variant: variant.name)
+def test_name_and_variant_are_one(variant: Variant) -> None:
+    assert Variant.named(variant.name) == variant
+
+
+@pytest.mark.parametrize("name", ["", "forward", "forward_triton_full", "forward_triton_full_pointer_fast", "forward_triton_none_pointer"])
+def test_unknown_names_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="names no variant"):
+        Variant.named(name)
+
+
+def test_unknown_variable_is_an_error() -> None:
+    with pytest.raises(jinja2.UndefinedError):
+        environment().from_string("{{ variant.no_such_field }}").render(variant=Variant())
+
+
+def test_hash_ignores_comments_and_layout_and_nothing_else() -> None:
+    source = render(Variant())
+    again = type(source)(variant=source.variant, text="# A remark.\n\n" + source.text.replace('"""out', '"""Out'), entry=source.entry)
+    other = type(source)(variant=source.variant, text=source.text.replace("* LOG2_E", "* LN_2"), entry=source.entry)
+    assert source.sha256 == again.sha256
+    assert source.sha256 != other.sha256
+    assert source.sha256 != render(Variant(mask="causal")).sha256
+
+
+def test_text_has_no_date_hash_or_version() -> None:
+    """The same variant gives the same bytes on any day and release."""
+    import flashgen
+
+    for variant in VARIANTS[::11]:
+        text = render(variant).text
+        assert flashgen.__version__ not in text
+        assert "20" not in [word[:2] for word in text.split() if len(word) == 10 and word[4:5] == "-"]
+        assert render(variant).sha256 not in text
+
+
+def test_tidy_keeps_blank_lines_as_the_formatter_wants_them() -> None:
+    assert tidy("import a\n# b\n\n\n\n    c  \n\n@triton.jit\nd\n\n\n\n") == "import a\n\n# b\n\n    c\n\n\n@triton.jit\nd\n"
