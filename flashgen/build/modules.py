@@ -132,17 +132,17 @@ def _published(name: str, text: str) -> Path:
     """The file with this text, written whole or not at all: readers in other processes never see half of it."""
     path = modules_dir() / name
     try:
-        if path.is_file() and path.read_text() == text:
+        if path.is_file() and path.read_bytes() == text.encode():
             return path
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{name}.")
         try:
-            with os.fdopen(descriptor, "w") as file:
-                file.write(text)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(text.encode())
             os.replace(temporary, path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
-    except (OSError, ValueError) as error:  # the disk is full, or the folder went away
+    except OSError as error:  # the disk is full, or the folder went away
         _log.warning("the generated module %s is not kept: %s", path, error)
     return path
 
