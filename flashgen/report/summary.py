@@ -168,8 +168,6 @@ def _summary(records: list[Record]) -> Summary:
     measured = sorted((record for record in trials if record.is_winner_material), key=time_us)
     estimated = [(record.estimate.time_s, record) for record in trials if record.estimate is not None]
     default = space.default(problem, device)
-    decided = (_trial(index, record) for index, record in enumerate(trials) if record.measurement.status in ranking.DECIDED)
-    ranked = ranking.ranked(decided)
     peers: dict[str, Record] = {}
     for record in records:
         if record.peer is not None and record.measurement.status is Status.OK:
@@ -180,26 +178,10 @@ def _summary(records: list[Record]) -> Summary:
         problem=problem,
         device=device,
         trials=trials,
-        winner=trials[int(ranked[0].key)] if ranked else None,
+        winner=next(iter(ranking.ranked_records(trials)), None),
         favourite=min(estimated, key=lambda pair: pair[0])[1] if estimated else None,
         default=next((record for record in measured if record.candidate == default), None),
         peers=tuple(sorted(peers.values(), key=time_us)),
-    )
-
-
-def _trial(index: int, record: Record) -> ranking.Trial:
-    """What decides whether a row wins, under its index."""
-    resources = record.measurement.resources
-    return ranking.Trial(
-        key=f"{index:09}",
-        candidate_key=record.candidate.key if record.candidate is not None else "",
-        source_sha256=record.source_sha256,
-        status=record.measurement.status.value,
-        median_us=record.measurement.median_us,
-        origin=record.provenance.origin,
-        utc=record.provenance.utc,
-        smem_bytes=resources.smem_bytes if resources else None,
-        registers=resources.registers if resources else None,
     )
 
 
