@@ -92,7 +92,7 @@ def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = N
         total += (config.num_stages if from_smem else config.num_stages - 1) * (k_bytes + v_bytes)
     if size == 4:
         total += config.block_m * config.block_n * size + 4 * config.block_m  # probabilities and row statistics change layout
-    elif capability >= 90 and not from_smem and config.num_warps > 1:
+    elif not from_smem and config.num_warps > 1 and (capability >= 90 or tile_dim(problem.head_dim_v) > 128):
         total += config.block_m * config.block_n * size
     if candidate.variant.load == "tma":
         total += 1024  # barriers, and alignment of the tiles

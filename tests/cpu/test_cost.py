@@ -172,6 +172,7 @@ def test_wasted_parts_of_tiles_count():
         (H200, "pointer", 128, (32, 32), 4, 2, "float32", 53248),
         (A100, "pointer", 128, (128, 64), 8, 2, "bfloat16", 65536),
         (A100, "pointer", 64, (128, 64), 4, 3, "bfloat16", 49152),
+        (A100, "pointer", 256, (128, 32), 8, 2, "bfloat16", 106496),
     ],
 )
 def test_shared_memory_is_what_the_compiler_asks_for(device, load, head_dim, tile, num_warps, num_stages, dtype, reported):
