@@ -32,6 +32,8 @@ def needs_wide_offsets(tensors: Iterable[torch.Tensor]) -> bool:
     are not used, they may wrap around.
     """
     for tensor in tensors:
+        if 0 in tensor.shape:
+            continue
         for dimension, (size, stride) in enumerate(zip(tensor.shape, tensor.stride())):
             rows = min(size, MAX_BLOCK) if dimension in (1, 2) else 1
             if size > 1 and rows * stride >= 2**31:
@@ -277,16 +279,16 @@ def _describer(
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     blocks = [block_of(name, kernel.constants) for name in TENSORS]
-    # TMA wants every size above 0, though none of an empty K is read, and every stride a multiple of 16 bytes, though it is not used.
-    sizes = [[max(1, size) for size in shape] for shape in shapes]
+    # TMA wants sizes above 0 and strides that are multiples of 16 bytes also where a tensor is empty, or has one of something.
     multiple = 16 // query.element_size()
-    steps = [
-        [stride if size > 1 else -(-shape[3] // multiple) * multiple for size, stride in zip(shape, each)]
-        for shape, each in zip(sizes, strides)
-    ]
+    sizes, steps = [], []
+    for shape, each in zip(shapes, strides):
+        unused = -(-shape[3] // multiple) * multiple
+        sizes.append([max(1, size) for size in shape])
+        steps.append([stride if size > 1 and 0 not in shape else unused for size, stride in zip(shape, each)] + [1])
 
     def describe(which: int, tensor: Any) -> Any:
-        return TensorDescriptor(tensor, sizes[which], [*steps[which], 1], blocks[which])
+        return TensorDescriptor(tensor, sizes[which], steps[which], blocks[which])
 
     return describe
 

@@ -168,7 +168,7 @@ def test_failures_of_the_compiler_are_build_errors(monkeypatch, raised):
         raise raised
 
     monkeypatch.setattr(triton, "compile", fail)
-    with pytest.raises(BuildError, match="does not compile: .*(PassManager|No space|map::at)"):
+    with pytest.raises(BuildError, match=r"does not compile: .*(PassManager|No space|map::at)"):
         build(candidate(), PROBLEM, H200)
 
 
@@ -331,7 +331,13 @@ def test_pool_gives_what_build_gives():
 def test_a_hanging_compiler_is_killed_with_its_children(ptxas, tmp_path):
     """T04: ptxas ignores SIGTERM and sleeps an hour for one candidate; the others are not held up."""
     ptxas(f"""
-        if grep -q maxnreg "$PTX"; then trap '' TERM INT HUP; echo $$ > {tmp_path}/pid; sleep 3600 & echo $! > {tmp_path}/grandchild; wait; fi
+        if grep -q maxnreg "$PTX"; then
+            trap '' TERM INT HUP
+            echo $$ > {tmp_path}/pid
+            sleep 3600 &
+            echo $! > {tmp_path}/grandchild
+            wait
+        fi
         exec "$REAL" "$@"
     """)
     hanging, sound = candidate(maxnreg=200), [candidate(), candidate(block_n=64)]
