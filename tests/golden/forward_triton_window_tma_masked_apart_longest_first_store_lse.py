@@ -90,8 +90,8 @@ def attention_forward(
 ):
     """out = softmax(scale * q k^T + mask) v."""
     num_row_blocks = tl.cdiv(seqlen_q, BLOCK_M)
-    # With one program a tile, each walks this loop once; a persistent grid is smaller.
-    for tile in tl.range(tl.program_id(0), num_heads * num_row_blocks, tl.num_programs(0)):
+    # With one program a tile, each walks this loop once; a persistent grid is smaller. One stage: Q needs no second buffer.
+    for tile in tl.range(tl.program_id(0), num_heads * num_row_blocks, tl.num_programs(0), num_stages=1):
         head, row_block = place_of(tile, num_heads, num_row_blocks, HEAD_GROUP)
         batch = head // heads_q
         head_q = head % heads_q
