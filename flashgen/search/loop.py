@@ -1,0 +1,524 @@
+"""The search of one problem: what is compiled, what is measured next, when to stop, and who wins.
+
+    propose -> compile ahead on all cores -> measure what promises most among what is compiled -> tell -> propose ...
+
+The policy is here, and all it touches (compilers, GPU, clock, database) is given to it, so that tests run it with made-up times.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from flashgen import cost, space
+from flashgen.candidate import Candidate
+from flashgen.database import Database
+from flashgen.device import Device
+from flashgen.dispatch.choice import distance
+from flashgen.errors import BuildError, BuildTimeoutError, LaunchError, NoWinnerError, OutOfResourcesError
+from flashgen.problem import Problem
+from flashgen.record import Estimate, Measurement, Provenance, Record, Resources, Status
+from flashgen.render import render
+from flashgen.search import provenance
+from flashgen.search.measurer import Measurer
+from flashgen.search.outcome import Budget, Ended, Listener, Outcome, Staged, Started, Tried
+from flashgen.search.proposals import Experience, Landscape, Proposal, Proposals
+from flashgen.search.worker import Decide
+
+log = logging.getLogger(__name__)
+
+NEAREST = 4  # winners of similar problems that are tried
+FAR = 4.0  # problems further away than this have nothing to say
+TEACHERS = 6  # similar problems whose measurements are learned from
+RELATED = 2.0  # distance at which a similar problem's measurements are worth exp(-1)
+FINALISTS = 4  # besides the default
+FINALIST_RATIO = 1.05  # nor is a finalist slower than this
+MOST_DECISIONS = 3
+WORTH_IT = 0.25  # a compiled candidate with less than this share of the best promise waits for better ones
+LEAST_AHEAD = 6  # candidates that are kept compiling or compiled, at least
+MOST_SKIPPED = 200  # SKIPPED rows of one search, at most: they say little
+PLATEAU = 0.01
+PAUSE_S = 0.005
+
+RAN = (Status.OK, Status.WRONG_RESULT, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.CRASHED)
+FAILED = (*RAN[1:], Status.COMPILE_ERROR, Status.OUT_OF_RESOURCES, Status.INVALID)
+UNTRIED = (Status.SKIPPED, Status.PREDICTED)
+
+
+class Compiler(Protocol):
+    """What a search needs of a CompilePool."""
+
+    workers: int
+
+    @property
+    def pending(self) -> int:
+        """Submitted candidates without a result."""
+
+    def submit(self, candidate: Candidate, problem: Problem, device: Device, *, wide_offsets: bool = False) -> None:
+        """Queue a candidate; does not wait."""
+
+    def results(self, *, wait: bool = True) -> Iterator[tuple[Candidate, Resources | BuildError]]:
+        """Each candidate with what came of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """Time, and how to let it pass."""
+
+    now: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], None] = time.sleep
+
+
+@dataclass(kw_only=True)
+class Search:
+    """One search. `run` gives its outcome; what it saw until then is in the database, however it ends."""
+
+    problem: Problem
+    device: Device
+    database: Database
+    compiler: Compiler
+    measurer: Measurer
+    budget: Budget = field(default_factory=Budget)
+    seed: int = 0
+    force: bool = False  # measure everything anew, as if the database knew nothing of this problem
+    wide_offsets: bool = False
+    on_event: Listener = lambda event: None
+    clock: Clock = field(default_factory=Clock)
+    here: Callable[[], Provenance] = provenance.here
+
+    def __post_init__(self) -> None:
+        self._records: list[Record] = []
+        self._rows: list[Record] = []  # of this problem, device, sources and compiler; in order, earlier searches' first
+        self._compiling: dict[Candidate, Proposal] = {}
+        self._compiled: list[Proposal] = []
+        self._resources: dict[Candidate, Resources] = {}
+        self._binaries: dict[str, Candidate] = {}
+        self._sound: set[Candidate] = set()
+        self._peers: list[Record] = []
+        self._history: list[float] = []  # best microseconds after each trial
+        self._spent_measuring: list[float] = []
+        self._promises: dict[Candidate, float] = {}  # of what is compiled, as shares of the best
+        self._skipped = 0
+        self._submitted = 0
+
+    # ---- the whole of it ---------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        """Search, decide and validate. Raises NoWinnerError listing reasons, LaunchError if the GPU cannot be measured on."""
+        self._began = self.clock.now()
+        space.require_supported(self.problem, self.device)
+        self._open()
+        self.on_event(
+            Started(
+                problem=self.problem,
+                device=self.device,
+                legal=len(self._landscape.candidates),
+                known=self._trials,
+                budget=self.budget,
+            )
+        )
+        reason = self._stop_reason()
+        if reason is None or not self._is_settled():
+            self.on_event(Staged(stage="starting", message="starting the measuring process"))
+            self.measurer.open(self.problem, self.device, self.seed)
+            reason = self._search() if reason is None else reason
+            self._settle()
+        outcome = self._outcome(reason)
+        self.on_event(Ended(outcome=outcome))
+        return outcome
+
+    def _open(self) -> None:
+        """Enumerate, estimate, tell what is known, and line up what to try first."""
+        self._default = space.default(self.problem, self.device)
+        candidates = space.candidates(self.problem, self.device)
+        estimates = [cost.estimate(candidate, self.problem, self.device) for candidate in candidates]
+        stored = self.database.records(self.problem, self.device, peers=False)
+        self._landscape = Landscape(candidates, estimates, self._experience())
+        self._proposals = Proposals(self._landscape, self.seed)
+        if not self.force:
+            self._resume([record for record in stored if self._is_current(record) and record.provenance.origin == "local"])
+        self._proposals.enqueue(self._default, "default")
+        lined_up = 0
+        for record in [*self.database.ranked(self.problem, self.device, most=NEAREST), *self._near()]:
+            assert record.candidate is not None
+            adapted = space.adapt(record.candidate, self.problem, self.device)
+            if adapted is not None and lined_up < NEAREST:
+                lined_up += self._proposals.enqueue(adapted, "nearest")
+
+    def _resume(self, rows: Sequence[Record]) -> None:
+        """Take over what earlier searches saw: the last row of each candidate counts."""
+        self._rows = list(rows)
+        last = {row.candidate: row for row in rows if row.measurement.status is Status.OK or row.measurement.status in FAILED}
+        best = math.inf
+        for candidate, row in last.items():
+            assert candidate is not None
+            resources, median_us = row.measurement.resources, row.measurement.median_us
+            if resources is not None and candidate in self._landscape.index:
+                self._know(candidate, resources)
+            self._proposals.told(candidate, None if median_us is None else 1e-6 * median_us)
+            if row.measurement.status in RAN and not (row.measurement.status is Status.TIMEOUT and resources is None):  # of the compiler
+                best = min(best, median_us or math.inf)
+                self._history.append(best)
+
+    def _near(self) -> list[Record]:
+        """Winners of other problems, nearest first, different candidates each."""
+        winners = [record for record in self.database.near(self.problem, self.device.arch) if record.problem != self.problem]
+        far = sorted(((distance(record, self.problem, self.device), record.key, record) for record in winners), key=lambda each: each[:2])
+        return [record for away, _, record in far if away <= FAR]
+
+    def _experience(self) -> list[Experience]:
+        """Measurements of similar problems on this device, by which the surrogate starts wiser."""
+        others = self.database.records(device=self.device, status=Status.OK, peers=False)
+        away = {record.problem: record for record in others if record.problem != self.problem}
+        far = {problem: distance(record, self.problem, self.device) for problem, record in away.items()}
+        nearest = sorted(far, key=far.__getitem__)[:TEACHERS]
+        related = {problem: math.exp(-far[problem] / RELATED) for problem in nearest if far[problem] <= FAR}
+        experience = []
+        for record in others:
+            if record.problem in related and record.candidate is not None and record.measurement.median_us is not None:
+                estimate = cost.estimate(record.candidate, record.problem, self.device, record.measurement.resources)
+                seconds = 1e-6 * record.measurement.median_us
+                experience.append(Experience(record.problem.key, record.candidate, estimate, seconds, related[record.problem]))
+        return experience
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def _search(self) -> str:
+        """Propose, compile, measure, until there is a reason to stop; gives it."""
+        measuring: Proposal | None = None
+        began = 0.0
+        self.on_event(Staged(stage="searching", message=f"up to {self.budget.trials or 'all'} trials"))
+        while True:
+            if measuring is None:
+                reason = self._stop_reason()
+                if reason is not None:
+                    return reason
+            self._submit()
+            self._collect()
+            if measuring is None:
+                measuring = self._pick()
+                if measuring is not None:
+                    began = self.clock.now()
+                    incumbent = self._incumbent()
+                    self.measurer.begin(
+                        measuring.candidate,
+                        None if incumbent is None else incumbent.candidate,
+                        None if incumbent is None else incumbent.measurement.median_us,
+                        self._estimate(measuring.candidate).time_s,
+                    )
+                elif not self._compiling and not self._compiled and self._proposals.left == 0:
+                    return "every legal candidate is known"
+                else:
+                    self.clock.sleep(PAUSE_S)
+            if measuring is not None:
+                measurement = self.measurer.poll(PAUSE_S)
+                if measurement is not None:
+                    self._spent_measuring.append(self.clock.now() - began)
+                    self._tried(measuring, measurement)
+                    measuring = None
+
+    def _stop_reason(self) -> str | None:
+        budget, incumbent = self.budget, self._incumbent()
+        if budget.trials is not None and self._trials >= budget.trials:
+            return f"the budget of {budget.trials} trials is spent"
+        if budget.seconds is not None and self.clock.now() - self._began >= budget.seconds:
+            return f"the budget of {budget.seconds:g} s is spent"
+        if incumbent is not None and incumbent.measurement.median_us is not None:
+            best_s = 1e-6 * incumbent.measurement.median_us
+            least_s = min(estimate.bound_s for estimate in self._landscape.estimates)
+            if budget.near_bound is not None and least_s >= budget.near_bound * best_s:
+                return f"the best is at {least_s / best_s:.0%} of what the device could do at most"
+        patience = budget.patience
+        if patience is not None and len(self._history) > patience:
+            before, now = self._history[-1 - patience], self._history[-1]
+            if now < math.inf and before < now * (1 + PLATEAU):
+                return f"the last {patience} trials gained less than {PLATEAU:.0%}"
+        return None
+
+    def _submit(self) -> None:
+        """Keep the compilers busy, but not with more than will be looked at."""
+        most_ahead = max(LEAST_AHEAD, 2 * self.compiler.workers)
+        left = math.inf if self.budget.trials is None else self.budget.trials - self._trials
+        while (
+            self._proposals.left > 0
+            and len(self._compiling) < self.compiler.workers
+            and len(self._compiling) + self._worthy <= min(most_ahead, 4 * left)
+        ):
+            proposal = self._proposals.ask()
+            if proposal is None:
+                return
+            incumbent = self._incumbent()
+            estimate = self._estimate(proposal.candidate)
+            if incumbent is not None and estimate.bound_s >= 1e-6 * (incumbent.measurement.median_us or math.inf):
+                self._skip(proposal, f"its bound, {1e6 * estimate.bound_s:.4g} us, cannot beat the best")
+                continue
+            self._compiling[proposal.candidate] = proposal
+            self._submitted += 1
+            self.compiler.submit(proposal.candidate, self.problem, self.device, wide_offsets=self.wide_offsets)
+
+    def _collect(self) -> None:
+        """Take what was compiled."""
+        for candidate, result in self.compiler.results(wait=False):
+            proposal = self._compiling.pop(candidate, None)
+            if proposal is None:  # another problem's, left over
+                continue
+            if isinstance(result, BuildError):
+                self._tried(proposal, Measurement(status=build_status(result), message=str(result)), ran=False)
+                continue
+            double = self._binaries.get(result.binary_sha256)
+            if double is not None:
+                self._skip(proposal, f"it is the same machine code as {double}", double)
+                continue
+            self._know(candidate, result)
+            self._compiled.append(proposal)
+
+    def _pick(self) -> Proposal | None:
+        """The compiled candidate to measure: the first lined up, else the one that promises most, if none better is being compiled."""
+        for each in self._compiled:
+            if each.source == "default":
+                return self._taken(each)
+        if self._history == [] and any(each.source == "default" for each in self._compiling.values()):
+            return None  # the default comes first: all else is held against it
+        for each in self._compiled:
+            if each.source == "nearest":
+                return self._taken(each)
+        open_proposals = [*self._compiled, *self._compiling.values()]
+        if not self._compiled:
+            return None
+        promises = self._proposals.promise(open_proposals)
+        most = max(promises)
+        self._promises = {each.candidate: promise / most if most > 0 else 1.0 for each, promise in zip(open_proposals, promises)}
+        best = max(self._compiled, key=lambda each: self._promises[each.candidate])
+        return self._taken(best) if self._promises[best.candidate] >= WORTH_IT or not self._compiling else None
+
+    def _taken(self, proposal: Proposal) -> Proposal:
+        self._compiled.remove(proposal)
+        return proposal
+
+    @property
+    def _worthy(self) -> int:
+        """Compiled candidates that are likely to be measured."""
+        return sum(self._promises.get(each.candidate, 1.0) >= WORTH_IT for each in self._compiled)
+
+    # ---- rows --------------------------------------------------------------------------------------------------------
+
+    def _tried(self, proposal: Proposal, measurement: Measurement, *, ran: bool = True) -> None:
+        """Keep a row of what became of a proposal, tell the sampler, and say so. ran: on the GPU, so that it counts as a trial."""
+        if measurement.median_us is not None and not math.isfinite(measurement.median_us):
+            measurement = Measurement(status=Status.LAUNCH_ERROR, message=f"its time came out as {measurement.median_us}")
+        if measurement.resources is None and proposal.candidate in self._resources:
+            measurement = replace(measurement, resources=self._resources[proposal.candidate])
+        median_us = measurement.median_us
+        self._proposals.tell(proposal, None if median_us is None else 1e-6 * median_us)
+        if ran:
+            self._history.append(min(median_us or math.inf, self._history[-1] if self._history else math.inf))
+        self._keep(proposal.candidate, measurement)
+        self._say(proposal)
+
+    def _skip(self, proposal: Proposal, message: str, double: Candidate | None = None) -> None:
+        """Keep a row that a proposal is not worth measuring. What is known of a double holds for it, too."""
+        known = next((row for row in reversed(self._rows) if double is not None and row.candidate == double), None)
+        median_us = None if known is None else known.measurement.median_us
+        self._proposals.tell(proposal, None if median_us is None else 1e-6 * median_us, bad=False)
+        self._skipped += 1
+        if self._skipped <= MOST_SKIPPED:
+            self._keep(proposal.candidate, Measurement(status=Status.SKIPPED, message=message))
+            self._say(proposal)
+
+    def _keep(self, candidate: Candidate, measurement: Measurement) -> None:
+        record = self._record(measurement, candidate=candidate, estimate=self._estimate(candidate), source_sha256=_source(candidate))
+        self._rows.append(record)
+        self._store([record])
+
+    def _store(self, records: Sequence[Record]) -> None:
+        self._records.extend(records)
+        self.database.add(records)
+
+    def _record(self, measurement: Measurement, **what: object) -> Record:
+        where = provenance.now(replace(self.here(), gpu=self.measurer.gpu))
+        return Record(problem=self.problem, device=self.device, measurement=measurement, provenance=where, **what)  # type: ignore[arg-type]
+
+    def _say(self, proposal: Proposal) -> None:
+        incumbent, default = self._incumbent(), self._latest(self._default)
+        self.on_event(
+            Tried(
+                record=self._rows[-1],
+                source=proposal.source,
+                trials=self._trials,
+                of_trials=self.budget.trials,
+                compiled=self._submitted - len(self._compiling),
+                best_us=None if incumbent is None else incumbent.measurement.median_us,
+                best=None if incumbent is None else incumbent.candidate,
+                default_us=None if default is None else default.measurement.median_us,
+                elapsed_s=self.clock.now() - self._began,
+                remaining_s=self._remaining_s(),
+            )
+        )
+
+    def _remaining_s(self) -> float | None:
+        guesses = []
+        elapsed_s = self.clock.now() - self._began
+        if self.budget.seconds is not None:
+            guesses.append(self.budget.seconds - elapsed_s)
+        if self.budget.trials is not None and self._spent_measuring:
+            per_trial_s = statistics.median(self._spent_measuring[-8:])
+            guesses.append((self.budget.trials - self._trials) * per_trial_s)
+        return max(0.0, min(guesses)) if guesses else None
+
+    def _know(self, candidate: Candidate, resources: Resources) -> None:
+        self._resources[candidate] = resources
+        self._binaries.setdefault(resources.binary_sha256, candidate)
+        self._landscape.refine(candidate, cost.estimate(candidate, self.problem, self.device, resources))
+
+    def _estimate(self, candidate: Candidate) -> Estimate:
+        return self._landscape.estimates[self._landscape.index[candidate]]
+
+    # ---- what is known -----------------------------------------------------------------------------------------------
+
+    @property
+    def _trials(self) -> int:
+        return len(self._history)
+
+    def _latest(self, candidate: Candidate) -> Record | None:
+        """The last row of a candidate that was tried."""
+        rows = (row for row in reversed(self._rows) if row.candidate == candidate)
+        return next((row for row in rows if row.measurement.status not in UNTRIED), None)
+
+    def _standing(self) -> list[Record]:
+        """The last rows of all candidates whose last row is a measured time, fastest first."""
+        last = {row.candidate: row for row in self._rows if row.measurement.status not in UNTRIED}
+        sound = [row for row in last.values() if row.measurement.status is Status.OK]
+        return sorted(sound, key=lambda row: row.measurement.median_us or math.inf)
+
+    def _incumbent(self) -> Record | None:
+        return next(iter(self._standing()), None)
+
+    def _is_current(self, record: Record) -> bool:
+        """The row tells of today's generated source, compiled by this release of Triton."""
+        return (
+            record.candidate is not None
+            and record.source_sha256 == _source(record.candidate)
+            and record.provenance.triton.split(".")[:2] == self.here().triton.split(".")[:2]
+        )
+
+    def _is_settled(self) -> bool:
+        """An earlier search has compared its finalists, and nothing was measured since: its newest time is a second one."""
+        rows = [row for row in self._rows if row.measurement.status is Status.OK]
+        return bool(rows) and any(row.candidate == rows[-1].candidate for row in rows[:-1]) and self._winner() is not None
+
+    # ---- who wins ----------------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Compare the finalists on fresh samples and validate the winner.
+
+        The fastest of many trials was partly lucky, so its time counts no more: finalists, default and peers are measured once
+        more, together. Whoever looks faster than the winner by its old time becomes a finalist, too, so that the database, which
+        knows only rows, names the same winner.
+        """
+        self._validate()
+        fastest = self._standing()[:FINALISTS]
+        near_us = FINALIST_RATIO * (fastest[0].measurement.median_us or math.inf)
+        compared = self._compare([row.candidate for row in fastest if (row.measurement.median_us or math.inf) <= near_us], peers=True)
+        for _ in range(MOST_DECISIONS):
+            self._validate()
+            winner = self._winner()
+            if winner is None or winner.candidate in compared:
+                return
+            best = next((row.candidate for row in self._standing() if row.candidate in compared), None)
+            compared |= self._compare([winner.candidate, best], peers=False)
+
+    def _compare(self, candidates: Sequence[Candidate | None], *, peers: bool) -> set[Candidate]:
+        """Measure these and the default together, on fresh samples; gives them. Where that fails the old times stand."""
+        default = self._latest(self._default)
+        sound = default is not None and default.measurement.status is Status.OK
+        finalists = list(dict.fromkeys(each for each in (*candidates, self._default if sound else None) if each is not None))
+        reference = self._default if sound else finalists[0]
+        known = self._latest(reference)
+        assert known is not None and known.measurement.median_us is not None
+        self.on_event(Staged(stage="deciding", message=f"{len(finalists)} finalists are measured together"))
+        request = Decide(candidates=tuple(finalists), reference=reference, reference_us=known.measurement.median_us, peers=peers)
+        try:
+            decision = self.measurer.decide(request)
+        except LaunchError as error:
+            log.warning("%s; the times of the trials stand", error)
+            return set(finalists)
+        for candidate, measurement in zip(finalists, decision.candidates):
+            before = self._latest(candidate)
+            assert before is not None
+            self._keep(candidate, replace(measurement, error=before.measurement.error, tolerance=before.measurement.tolerance))
+        rows = [self._record(measurement, peer=peer) for peer, measurement in decision.peers]
+        self._peers += rows
+        self._store(rows)
+        return set(finalists)
+
+    def _validate(self) -> None:
+        """Stress the winner until one passes; those that do not are wrong. Raises NoWinnerError."""
+        while True:
+            winner = self._winner()
+            if winner is None or winner.candidate is None:
+                raise NoWinnerError(f"no candidate gave a right and measured result for {self.problem}: {self._reasons()}")
+            if winner.candidate in self._sound:
+                return
+            self.on_event(Staged(stage="validating", message=f"{winner.candidate} on other inputs, in another process"))
+            fault = self.measurer.stress(winner.candidate, self.seed + 1000)
+            if fault is None:
+                self._sound.add(winner.candidate)
+                return
+            log.warning("%s was the fastest, but %s", winner.candidate, fault.message)
+            self._keep(winner.candidate, replace(fault, resources=winner.measurement.resources))
+
+    def _winner(self) -> Record | None:
+        """By the database's rules, among rows of today's sources and of this machine."""
+        return next(
+            (row for row in self.database.ranked(self.problem, self.device) if self._is_current(row) and row.candidate in self._mine), None
+        )
+
+    @property
+    def _mine(self) -> set[Candidate | None]:
+        return {row.candidate for row in self._rows if row.measurement.status is Status.OK}
+
+    def _reasons(self) -> str:
+        counts: dict[str, int] = {}
+        for row in self._rows:
+            if row.measurement.status in FAILED:
+                reason = f"{row.measurement.status.value} ({row.measurement.message[:200]})"
+                counts[reason] = counts.get(reason, 0) + 1
+        worst = sorted(counts.items(), key=lambda item: -item[1])
+        return "; ".join(f"{count} x {reason}" for reason, count in worst[:5]) or "none was tried"
+
+    def _outcome(self, reason: str) -> Outcome:
+        winner = self._winner()
+        if winner is None:
+            raise NoWinnerError(f"no candidate gave a right and measured result for {self.problem}: {self._reasons()}")
+        return Outcome(
+            problem=self.problem,
+            device=self.device,
+            winner=winner,
+            default=self._latest(self._default),
+            records=tuple(self._records),
+            peers=tuple(self._peers) or self._stored_peers(),
+            measured=True,
+            trials=self._trials,
+            skipped=self._skipped,
+            seconds=self.clock.now() - self._began,
+            reason=reason,
+        )
+
+    def _stored_peers(self) -> tuple[Record, ...]:
+        """The newest row of each peer."""
+        rows = self.database.records(self.problem, self.device, Status.OK, peers=True)
+        return tuple({row.peer.name: row for row in rows if row.peer is not None}.values())
+
+
+def _source(candidate: Candidate) -> str:
+    return render(candidate.variant).sha256
+
+
+def build_status(error: BuildError) -> Status:
+    """How a candidate ended that did not compile."""
+    if isinstance(error, OutOfResourcesError):
+        return Status.OUT_OF_RESOURCES
+    return Status.TIMEOUT if isinstance(error, BuildTimeoutError) else Status.COMPILE_ERROR
