@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashgen import __version__
-from flashgen.cli import db, doctor, kernels, model, results
+from flashgen.cli import bench, db, demo, doctor, kernels, model, results, tune
 from flashgen.cli.answer import command
 
 _settings: dict[str, Any] = {
@@ -32,11 +32,14 @@ database = typer.Typer(help="Rows out of the database, into it, and away.", epil
 
 PROBLEM = "--seqlen 4096 --head-dim 128 --heads 16 --causal"
 command(app, example="flashgen model --seqlen 8192 --head-dim 128 --heads 32 --device h100")(model.model)
+command(app, example=f"flashgen tune {PROBLEM} --trials 32 --seconds 60")(tune.tune)
 command(app, example=f"flashgen generate {PROBLEM} --device h200 --out kernel --emit source,ptx")(kernels.generate)
 command(app, example=f"flashgen explain {PROBLEM}")(kernels.explain)
 command(app, example="flashgen winners --device h200 --head-dim 128")(results.winners)
 command(app, example="flashgen report --out report/index.html")(results.report)
+command(app, example=f"flashgen bench {PROBLEM}")(bench.bench)
 command(app, example="flashgen doctor")(doctor.doctor)
+command(app, example="flashgen demo --out report/index.html")(demo.demo)
 app.add_typer(database, name="db")
 command(database, example="flashgen db export winners.jsonl --winners --compact")(db.export)
 command(database, example="flashgen db import winners.jsonl", name="import")(db.import_)

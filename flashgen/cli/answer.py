@@ -29,11 +29,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and no
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a command has to say: data for --json, and how to show it to a person. failed makes the exit code 1."""
+    """What a command has to say: data for --json, how to show it to a person, and the exit code."""
 
     data: Any
     show: Callable[["Console"], None]
-    failed: bool = False
+    code: int = 0
 
 
 def command(app: typer.Typer, *, example: str, name: str | None = None) -> Callable[[Callable[..., Answer]], Callable[..., Answer]]:
@@ -53,8 +53,8 @@ def command(app: typer.Typer, *, example: str, name: str | None = None) -> Calla
                     typer.echo(json.dumps(answer.data, indent=2, allow_nan=False))
                 else:
                     answer.show(console())
-            if answer.failed:
-                raise typer.Exit(1)
+            if answer.code:
+                raise typer.Exit(answer.code)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -72,9 +72,14 @@ def console(*, stderr: bool = False) -> "Console":
     return made if made.is_terminal or "COLUMNS" in os.environ else Console(stderr=stderr, width=160)
 
 
+def say(console: "Console", text: str) -> None:
+    """A line as it is: no markup, no colours for numbers, not wrapped."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
 def notice(text: str) -> None:
     """One line on stderr."""
-    console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    say(console(stderr=True), text)
 
 
 def _parameters(function: Callable[..., Answer]) -> tuple[dict[str, type[Any]], list[inspect.Parameter]]:

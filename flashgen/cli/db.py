@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from flashgen.cli.answer import Answer
+from flashgen.cli.answer import Answer, say
 from flashgen.cli.options import DatabaseOptions, DeviceOptions
 from flashgen.errors import ArgumentError, DatabaseError
 
@@ -30,7 +30,7 @@ def export(
     source, part = database.open_existing(), None if device.device is None else device.get()
     if file != "-":
         lines = source.export(file, device=part, winners=winners, compact=compact)
-        return Answer(data={"file": file, "rows": lines}, show=lambda console: _say(console, f"Wrote {lines} rows to {file}"))
+        return Answer(data={"file": file, "rows": lines}, show=lambda console: say(console, f"Wrote {lines} rows to {file}"))
     text = io.StringIO()
     lines = source.export(text, device=part, winners=winners, compact=compact)
     rows = text.getvalue()
@@ -81,13 +81,13 @@ def prune(
         dry_run=dry_run,
     )
     words = "would be removed" if dry_run else "removed"
-    return Answer(data={"rows": removed, "dry_run": dry_run}, show=lambda console: _say(console, f"{removed} rows {words}"))
+    return Answer(data={"rows": removed, "dry_run": dry_run}, show=lambda console: say(console, f"{removed} rows {words}"))
 
 
 def path(database: DatabaseOptions) -> Answer:
     """Says where the database is."""
     file = database.open().path
-    return Answer(data={"path": None if file is None else str(file)}, show=lambda console: _say(console, str(file or ":memory:")))
+    return Answer(data={"path": None if file is None else str(file)}, show=lambda console: say(console, str(file or ":memory:")))
 
 
 def _merged(files: str, merged: "Merged") -> Answer:
@@ -95,9 +95,9 @@ def _merged(files: str, merged: "Merged") -> Answer:
         raise DatabaseError(f"no row of {files} can be read; the first: {merged.broken[0]}")
 
     def show(console: Console) -> None:
-        _say(console, f"{merged.added} rows added, {merged.known} already here, {len(merged.broken)} unreadable")
+        say(console, f"{merged.added} rows added, {merged.known} already here, {len(merged.broken)} unreadable")
         for sentence in merged.broken[:5]:
-            _say(console, f"  {sentence}")
+            say(console, f"  {sentence}")
 
     return Answer(data={"added": merged.added, "known": merged.known, "broken": list(merged.broken)}, show=show)
 
@@ -111,10 +111,6 @@ def _statuses(text: str) -> "list[Status]":
         if word not in names:
             raise ArgumentError(f"--status is {word!r}; it must be one of {', '.join(names)}")
     return [Status(word) for word in words]
-
-
-def _say(console: Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _write(text: str) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from flashgen.cli.answer import Answer
+from flashgen.cli.answer import Answer, say
 from flashgen.cli.options import DatabaseOptions
 from flashgen.device import Device
 from flashgen.errors import DatabaseError, UnsupportedError
@@ -180,4 +180,4 @@ def _show(data: dict[str, Any], console: Console) -> None:
         table.add_row("cleared", quantity(data["cleared_bytes"], "B"))
     console.print(table, highlight=False)
     for line in data["next"]:
-        console.print(f"→ {line}", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"→ {line}")

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from flashgen import canonical
-from flashgen.cli.answer import Answer
+from flashgen.cli.answer import Answer, say
 from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
 from flashgen.errors import ArgumentError
 
@@ -21,7 +21,7 @@ def explain(problem: ProblemOptions, device: DeviceOptions, database: DatabaseOp
     explanation = explained(problem.problem(), device.get_or_stand_in(), database.open_existing().winners())
 
     def show(console: Console) -> None:
-        console.print(str(explanation), markup=False, highlight=False, soft_wrap=True)
+        say(console, str(explanation))
 
     return Answer(data=explanation.to_dict(), show=show)
 
@@ -50,9 +50,9 @@ def generate(
     files = export(explanation.candidate, stated, part, out, emit=kinds)
 
     def show(console: Console) -> None:
-        console.print(f"{explanation.candidate} ({explanation.how})", markup=False, highlight=False, soft_wrap=True)
+        say(console, f"{explanation.candidate} ({explanation.how})")
         for file in files:
-            console.print(f"  {file}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"  {file}")
 
     data = {
         "problem": canonical.to_dict(stated),

@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from flashgen import canonical
-from flashgen.cli.answer import Answer
+from flashgen.cli.answer import Answer, say
 from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
 from flashgen.device import Device
 
@@ -56,7 +56,7 @@ def report(
             console.print(NO_ROWS)
         tables.terminal(rows, console)
         if out is not None:
-            console.print(f"Wrote {out}", markup=False, highlight=False, soft_wrap=True)
+            say(console, f"Wrote {out}")
 
     from flashgen.report.page import data
 

@@ -64,12 +64,12 @@ class Plot:
             line = Text(f"{quantity(labels[row]) if row in labels else '':>{margin - 1}} ", style="dim")
             line.append("┤" if row in labels and not options.ascii_only else "|" if options.ascii_only else "│")
             for column in range(columns):
-                index = owner.get((row, column))
-                if index is None:
+                who = owner.get((row, column))
+                if who is None:
                     line.append(" ")
                     continue
-                glyph = (":" if index < 0 else _PLAIN[index % 4]) if options.ascii_only else chr(0x2800 + dots[row, column])
-                line.append(glyph, style="dim" if index < 0 else COLOURS[index % len(COLOURS)])
+                glyph = (":" if who < 0 else _PLAIN[who % 4]) if options.ascii_only else chr(0x2800 + dots[row, column])
+                line.append(glyph, style="dim" if who < 0 else COLOURS[who % len(COLOURS)])
             if row in ends:
                 line.append(f" {ends[row][0]}", style=COLOURS[ends[row][1] % len(COLOURS)])
             yield line

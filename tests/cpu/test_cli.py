@@ -1,5 +1,6 @@
 """The command line: options, answers, errors, exit codes."""
 
+import io
 import json
 import os
 import subprocess
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
 from flashgen.cli import answer as answers
 from flashgen.cli import app
 from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
+from flashgen.cli.progress import Live
 from flashgen.database import Database
 from flashgen.errors import ArgumentError, BuildError, UnsupportedError
 from flashgen.problem import Problem
 from flashgen.record import Record, Status
+from flashgen.search.outcome import Budget, Ended, Outcome, Staged, Started, Tried
 from tests.cpu import rows
 
 PROBLEM = ["--seqlen", "4096", "--head-dim", "128", "--heads", "16", "--causal", "--batch", "4"]
@@ -461,3 +465,218 @@ def test_import_of_a_file_that_is_none_of_ours(tmp_path: Path) -> None:
     assert (code, out) == (1, "")
     assert len(err.splitlines()) == 1
     assert run("db", "import", str(tmp_path / "missing"))[0] == 1
+
+
+# ---- searching -----------------------------------------------------------------------------------------------------
+
+
+def outcome(records: list[Record], measured: bool = True) -> Outcome:
+    of = records[0].problem
+    return Outcome(
+        problem=of,
+        device=rows.H200,
+        winner=records[-1],
+        default=records[0],
+        records=tuple(records),
+        peers=(rows.peer("cudnn", 150.0, of),),
+        measured=measured,
+        trials=len(records),
+        skipped=1,
+        seconds=3.0,
+        reason="the budget of trials is used up",
+        notes=("something to know",),
+    )
+
+
+class Search:
+    """Stands in for flashgen.search.tune: reports two trials of each problem, keeps them, and may be interrupted."""
+
+    def __init__(self, interrupt_at: int = 99, status: Status = Status.OK) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.interrupt_at = interrupt_at
+        self.status = status
+
+    def __call__(self, of: Problem, *, on_event: Any, database: Database, device: Any, budget: Budget, **options: Any) -> Outcome:
+        self.calls.append({"problem": of, "budget": budget, "device": device, **options})
+        measured = self.status is Status.OK
+        us = [200.0, 120.0] if measured else [None, None]
+        records = [
+            rows.record(time_us, of=of, candidate=candidate, status=self.status, predicted_us=140.0)
+            for time_us, candidate in zip(us, rows.candidates(2))
+        ]
+        on_event(Started(problem=of, device=device, legal=100, known=3, budget=budget))
+        on_event(Staged(stage="searching", message="the default first"))
+        for number, record in enumerate(records, start=1):
+            database.add(record)
+            on_event(
+                Tried(
+                    record=record,
+                    source="model",
+                    trials=number,
+                    of_trials=budget.trials,
+                    compiled=number,
+                    best_us=us[number - 1],
+                    best=record.candidate,
+                    default_us=us[0],
+                    elapsed_s=1.0 * number,
+                    remaining_s=10.0,
+                )
+            )
+            if len(self.calls) == self.interrupt_at:
+                raise KeyboardInterrupt
+        result = outcome(records, measured)
+        on_event(Ended(outcome=result))
+        return result
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Search:
+    stand_in = Search()
+    monkeypatch.setattr("flashgen.search.tune", stand_in)
+    return stand_in
+
+
+def test_tune(search: Search, own_database: Path) -> None:
+    code, out, err = run("tune", *PROBLEM, "--device", "h200", "--trials", "7", "--seconds", "9", "--seed", "5", "--force")
+    assert code == 0
+    assert "SDPA" not in out
+    assert "winner" in out
+    assert "something to know" in out
+    assert "best" in err
+    assert "default x 1.67" in err
+    assert "predicted 140 µs" in err
+    (call,) = search.calls
+    assert (call["budget"].trials, call["budget"].seconds, call["seed"], call["force"]) == (7, 9.0, 5, True)
+    assert call["problem"] == rows.problem()
+    assert len(Database.open(own_database).records(rows.problem())) == 2
+
+
+def test_tune_gives_json(search: Search) -> None:
+    (data,) = answer("tune", *PROBLEM, "--device", "h200")
+    assert data["measured"] is True
+    assert Record.from_dict(data["winner"]).measurement.median_us == 120.0
+    assert data["speedup"] == pytest.approx(200 / 120)
+    assert data["reason"] == "the budget of trials is used up"
+
+
+def test_tune_several(search: Search) -> None:
+    options = ("--seqlen", "512,1024", "--head-dim", "64,128", "--tokens", "16384", "--hidden", "2048", "--causal", "--device", "h200")
+    assert len(answer("tune", *options)) == 4
+    assert len({call["problem"].key for call in search.calls}) == 4
+
+
+def test_interrupted_tune_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is no failure: results so far are printed, and the exit code is the shell's own for it."""
+    monkeypatch.setattr("flashgen.search.tune", Search(interrupt_at=2))
+    arguments = ("tune", "--seqlen", "512,1024,2048", "--head-dim", "128", "--heads", "16", "--device", "h200")
+    code, out, err = run(*arguments)
+    assert code == 130
+    assert "the database keeps 3 rows of 3 problems" in err
+    assert "seqlen 512" in out
+    assert "seqlen 1024" in out
+    code, out, _ = run(*arguments, "--json")
+    assert len(json.loads(out)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--trials", "0"], "trials is 0"),
+        (["--trials", "-1"], "trials is -1"),
+        (["--trials", "1.5"], "--trials"),
+        (["--seconds", "nan"], "seconds is nan"),
+        (["--seconds", "0"], "seconds is 0"),
+        (["--seconds", "inf"], "seconds is inf"),
+        (["--heads-kv", "3"], "heads_q is 16"),
+    ],
+)
+def test_tune_refuses(search: Search, own_database: Path, arguments: list[str], named: str) -> None:
+    """O24, N26: limits and problems that cannot be meant are refused at once, before a database is made."""
+    assert named in refused("tune", *PROBLEM, "--device", "h200", *arguments)
+    assert not search.calls
+    assert not own_database.exists()
+
+
+def test_tune_without_a_gpu_names_the_way_out(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "name a device" in refused("tune", *PROBLEM)
+    assert "bench measures on the GPU here" in refused("bench", *PROBLEM)
+
+
+def test_demo_without_a_gpu_says_first_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("flashgen.search.tune", Search(status=Status.PREDICTED))
+    page = tmp_path / "report" / "index.html"
+    code, out, _ = run("demo", "--out", str(page))
+    assert code == 0
+    assert out.startswith("Nothing was measured, and bf16 was not checked")
+    body = page.read_text().split("<body>")[1].lstrip()
+    assert body.startswith('<p class="warning" role="alert">Nothing was measured, and bf16 was not checked')
+    data = answer("demo", "--out", str(page))
+    assert (data["measured"], data["attention"], data["report"]) == (False, None, str(page))
+
+
+def test_progress_on_a_terminal() -> None:
+    """One line, kept up to date, that is gone in the end."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+    with Live(console) as live:
+        Search()(rows.problem(), on_event=live.listen, database=Database.memory(), device=rows.H200, budget=Budget(trials=2, seconds=None))
+        live._progress.refresh()
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "100 candidates, 3 known" in text
+    assert "2 trials, 1 skipped, 3 s: the budget of trials is used up" in text
+
+
+def test_progress_of_failures() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
+    with Live(console) as live:
+        Search(status=Status.TIMEOUT)(
+            rows.problem(), on_event=live.listen, database=Database.memory(), device=rows.H200, budget=Budget(trials=2)
+        )
+
+
+BENCH = """
+import json
+from flashgen import canonical, space
+from flashgen.bench import Bench
+from flashgen.cli import bench
+from flashgen.device import Device
+from flashgen.problem import Problem
+
+class Gpu:
+    now = 0.0
+    def measure(self, calls):
+        self.now += 0.01 * len(calls)
+        for call in calls[:2]:
+            call()
+        return [100.0 + 10 * place for place, _ in enumerate(calls)]
+    def burst(self, seconds):
+        self.now += seconds
+        return 1.0
+    def clock(self):
+        return self.now
+
+problem = Problem(batch=1, heads_q=2, heads_kv=1, seqlen_q=80, seqlen_kv=80, head_dim_qk=32, head_dim_v=32, dtype="float16", mask="causal")
+device = Device.named("h200")
+candidates = space.candidates(problem, device)[:1] + [space.default(problem, device)]
+rows = bench.compare(problem, device, candidates, Bench(gpu=Gpu()), 0.1)
+print(json.dumps([canonical.to_dict(row) for row in rows]))
+"""
+
+
+def test_bench_makes_rows_of_candidates_and_peers() -> None:
+    """On a stand-in for the GPU, with kernels in Triton's interpreter."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", BENCH], check=False, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    records = [Record.from_dict(row) for row in json.loads(done.stdout.splitlines()[-1])]
+    assert [record.measurement.status for record in records] == [Status.OK] * len(records)
+    assert {record.peer.name for record in records if record.peer} >= {"math"}
+    candidates = [record for record in records if record.candidate]
+    assert len(candidates) == 2
+    for record in candidates:
+        assert record.estimate is not None
+        assert record.source_sha256
+        assert record.measurement.error is not None
+        assert record.measurement.tolerance is not None
+        assert record.measurement.error <= record.measurement.tolerance
