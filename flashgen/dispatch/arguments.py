@@ -73,18 +73,12 @@ class Call:
         """Where the tensors are."""
         return self.query.device
 
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """Of the output, in the problem's layout."""
+    def new_outputs(self) -> tuple[Tensor, Tensor | None]:
+        """out, contiguous in the problem's layout, and the LSE where one is returned; neither is filled."""
         problem = self.problem
         sizes = {"b": problem.batch, "h": problem.heads_q, "s": problem.seqlen_q, "d": problem.head_dim_v}
-        return tuple(sizes[dim] for dim in problem.layout)
-
-    @property
-    def lse_shape(self) -> tuple[int, ...] | None:
-        """Of the LSE, where one is returned."""
-        problem = self.problem
-        return (problem.batch, problem.heads_q, problem.seqlen_q) if problem.return_lse else None
+        out = self.query.new_empty([sizes[dim] for dim in problem.layout])
+        return out, out.new_empty([sizes[dim] for dim in "bhs"], dtype=torch.float32) if problem.return_lse else None
 
 
 def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, layout: Any, return_lse: Any) -> Call:
@@ -243,11 +237,12 @@ def _sizes(tensors: Mapping[str, Tensor], layout: str) -> dict[str, Any]:
 
 def _aligned(given: Mapping[str, Tensor], ready: Mapping[str, Tensor], head_dim_v: int) -> bool:
     """Whether addresses and strides allow TMA. Addresses are those of the tensors given, so that one answer holds for every call
-    with the same strides; the output is contiguous in a fresh allocation, and so has only its row to be looked at."""
+    with the same strides; the output is contiguous in a fresh allocation, and so has only its row to be looked at. Expanded
+    dimensions, with a stride of 0, are not for TMA: NVIDIA's documentation does not say that they work."""
     itemsize = ready["query"].element_size()
     return (
         all(tensor.data_ptr() % 16 == 0 for tensor in given.values())
-        and all(stride * itemsize % 16 == 0 for tensor in ready.values() for size, stride in _steps(tensor) if size > 1)
+        and all(stride > 0 and stride * itemsize % 16 == 0 for tensor in ready.values() for size, stride in _steps(tensor) if size > 1)
         and head_dim_v * itemsize % 16 == 0
     )
 

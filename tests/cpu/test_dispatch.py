@@ -383,7 +383,7 @@ def test_other_devices(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> Non
     with pytest.raises(UnsupportedError, match="on meta"):
         flashgen.attention(*tensors(device="meta"))
     monkeypatch.delenv("TRITON_INTERPRET")
-    with pytest.raises(UnsupportedError, match="on the CPU.*TRITON_INTERPRET"):
+    with pytest.raises(UnsupportedError, match=r"on the CPU.*TRITON_INTERPRET"):
         flashgen.attention(*tensors())
 
 
@@ -426,7 +426,7 @@ def test_nested_tensors(kernels: Kernels) -> None:
     query, key, value = tensors()
     for layout in (torch.strided, torch.jagged):
         nested = torch.nested.nested_tensor([query[0], query[1]], layout=layout)
-        with pytest.raises(UnsupportedError, match="query is a [Nn]ested"):
+        with pytest.raises(UnsupportedError, match=r"query is a [Nn]ested"):
             flashgen.attention(nested, key, value)
 
 
@@ -584,7 +584,7 @@ def test_torch_compile_breaks_cleanly(kernels: Kernels) -> None:
         close(compiled(query), model(query).double())
     assert counter.frame_count == 2, "one graph before the call and one after it"
     assert torch._dynamo.utils.counters["frames"]["total"] == 2, "no frame of flashgen was tried"
-    with pytest.raises(Exception, match="flashgen.attention launches kernels of its own"):
+    with pytest.raises(Exception, match=r"flashgen\.attention launches kernels of its own"):
         torch.compile(model, backend="eager", fullgraph=True)(query)
     torch._dynamo.reset()
 
@@ -830,7 +830,11 @@ def test_explain_tensors(kernels: Kernels) -> None:
 
 def test_in_the_interpreter(tmp_path: Path) -> None:
     """The whole way with generated kernels, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "FLASHGEN_DATABASE": str(tmp_path / "new.db")}
+    environment = os.environ | {
+        "TRITON_INTERPRET": "1",
+        "FLASHGEN_DATABASE": str(tmp_path / "new.db"),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     script = Path(__file__).with_name("interpreted_dispatch.py")
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, env=environment)
     assert done.returncode == 0, done.stderr[-4000:]
