@@ -145,22 +145,26 @@ DECISIVE = ("status", "median_us", "problem_key", "device_key", "candidate_key",
 
 def record_of(row: Row) -> Record:
     """The record that a row keeps. Raises ArgumentError with the reason, one of four, if the row is broken."""
-    text = row["text"]
     if row["format"] != FORMAT:
         raise ArgumentError("its format is unknown to this version of flashgen")
-    if not isinstance(text, str) or _sha256(text) != row["key"]:
-        raise ArgumentError("its text is damaged")
-    try:
-        record = parsed(text, row["origin"])
-    except ArgumentError:
-        raise ArgumentError("this version of flashgen cannot read it") from None
+    record = undamaged(row["key"], row["text"], row["origin"])
     right = columns_of(record)
     if any(right[name] != row[name] for name in DECISIVE):
         raise ArgumentError("its columns contradict its text")
     return record
 
 
-def parsed(text: str, origin: str) -> Record:
+def undamaged(key: object, text: object, origin: object) -> Record:
+    """The record of a stored form that is what its key says. Raises ArgumentError with the reason, one of two, if it is not."""
+    if not isinstance(text, str) or _sha256(text) != key:
+        raise ArgumentError("its text is damaged")
+    try:
+        return parsed(text, origin)
+    except ArgumentError:
+        raise ArgumentError("this version of flashgen cannot read it") from None
+
+
+def parsed(text: str, origin: object) -> Record:
     """The record of a stored form, which may carry its format. Raises ArgumentError with the reason if it is none."""
     try:
         data = json.loads(text)

@@ -24,10 +24,11 @@ from typing import TypeVar
 
 from sqlalchemy import Connection, Engine, create_engine, event, select
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.pool import NullPool, StaticPool
+from sqlalchemy.pool import NullPool, Pool, StaticPool
 
 from flashgen.database import lines, migrations, schema
-from flashgen.errors import DatabaseError
+from flashgen.errors import ArgumentError, DatabaseError
+from flashgen.record import Record
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class Store:
         self.patience_s = patience_s
         self._pid = os.getpid()
         self._alone = threading.RLock()  # a database in memory has one connection
-        self._engine = _in_memory() if path is None else self._on_file(path)
+        self._engine = _engine(functools.partial(_connected, ":memory:", patience_s), StaticPool) if path is None else self._on_file(path)
         if path is None:
             weakref.finalize(self, self._engine.dispose)
 
@@ -162,9 +163,7 @@ class Store:
             yield connection
 
     def _on_file(self, path: Path) -> Engine:
-        address = f"{path.absolute().as_uri()}?{self.access}"
-        connect = functools.partial(sqlite3.connect, address, uri=True, timeout=self.patience_s, isolation_level=None)
-        return _with_events(create_engine("sqlite://", creator=connect, poolclass=NullPool))
+        return _engine(functools.partial(_connected, _address(path, self.access), self.patience_s), NullPool)
 
     def _prepare(self, deep: bool) -> None:
         """Make the file exist, whole and current. Deep also looks for damage that only shows when the damaged part is read."""
@@ -192,8 +191,9 @@ class Store:
                 for ending in ("-wal", "-shm", ""):  # the log first: a new file must never meet an old log
                     with contextlib.suppress(FileNotFoundError):
                         os.replace(f"{self.path}{ending}", f"{aside}{ending}")
-                warn_once(f"the database {self.path} is damaged; it was moved to {aside.name} beside it, and a new one made")
                 self._create()
+                kept = self._attempt(lambda connection: schema.keep(connection, _salvaged(aside)), writes=True)
+                warn_once(f"the database {self.path} is damaged; it was moved to {aside.name}, and {kept} readable rows to a new one")
             case State.OLDER:
                 backup = _unused(self.path, "backup")
                 with contextlib.closing(sqlite3.connect(self.path)) as source, contextlib.closing(sqlite3.connect(backup)) as copy:
@@ -274,6 +274,15 @@ def _fill(connection: Connection) -> None:
     _take_shipped(connection)
 
 
+def _salvaged(path: Path) -> Iterator[Record]:
+    """The records of a damaged file that are themselves undamaged, read from both ends up to the damage."""
+    for order in ("ASC", "DESC"):
+        with contextlib.suppress(sqlite3.Error), contextlib.closing(_connected(_address(path, READ_ONLY), 1.0)) as connection:
+            for key, text, origin in connection.execute(f"SELECT key, text, origin FROM records ORDER BY rowid {order}"):
+                with contextlib.suppress(ArgumentError):
+                    yield schema.undamaged(key, text, origin)
+
+
 def _take_shipped(connection: Connection) -> None:
     """Make the shipped rows those of the installed files, so that a winner withdrawn by a release is withdrawn here too."""
     signature = lines.shipped_signature()
@@ -283,20 +292,25 @@ def _take_shipped(connection: Connection) -> None:
         schema.set_fact(connection, "shipped", signature)
 
 
-def _in_memory() -> Engine:
-    arguments = {"check_same_thread": False, "isolation_level": None}
-    return _with_events(create_engine("sqlite://", poolclass=StaticPool, connect_args=arguments))
-
-
-def _with_events(engine: Engine) -> Engine:
-    event.listen(engine, "connect", _on_connect)
+def _engine(connect: Callable[[], sqlite3.Connection], pool: type[Pool]) -> Engine:
+    engine = create_engine("sqlite://", creator=connect, poolclass=pool)
     event.listen(engine, "begin", _on_begin)
     return engine
 
 
-def _on_connect(connection: sqlite3.Connection, _: object) -> None:
-    connection.execute("PRAGMA synchronous=NORMAL")  # with the log, a power cut may lose the last rows, never the file
+def _address(path: Path, access: str) -> str:
+    return f"{path.absolute().as_uri()}?{access}"
+
+
+def _connected(address: str, patience_s: float) -> sqlite3.Connection:
+    connection = sqlite3.connect(address, uri=True, timeout=patience_s, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("PRAGMA synchronous=NORMAL")  # with the log, a power cut may lose the last rows, never the file
+    except sqlite3.Error:
+        connection.close()
+        raise
     connection.text_factory = functools.partial(str, encoding="utf-8", errors="replace")  # a damaged byte spoils its row only
+    return connection
 
 
 def _on_begin(connection: Connection) -> None:

@@ -52,7 +52,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def aside(file: Path, word: str = "corrupt") -> list[Path]:
-    return sorted(each for each in file.parent.glob(f"{file.name}.{word}-*") if each.suffix not in ("-wal", "-shm"))
+    return sorted(each for each in file.parent.glob(f"{file.name}.{word}-*") if not each.name.endswith(("-wal", "-shm")))
 
 
 def whole(file: Path) -> bool:
@@ -184,6 +184,20 @@ def test_a_damaged_file_is_moved_aside(
     assert Database.open(file).records() == database.records() and whole(file)
     assert len(warnings()) == 1 and "moved to" in warnings()[0]
     assert [kept.read_bytes() for kept in aside(file)] == [damaged]
+
+
+def test_what_can_be_read_of_a_damaged_file_is_kept(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    """S01: one bad sector must not cost hours of tuning."""
+    path = tmp_path / "rows.sqlite"
+    Database.open(path).add([record(300.0 + number, block_m=1 + number) for number in range(200)])
+    with open(path, "r+b") as opened:
+        opened.seek(path.stat().st_size // 2 // 4096 * 4096)
+        opened.write(b"\xa5" * 4096)
+    database = Database.open(path)
+    kept = sorted(each.measurement.median_us or 0.0 for each in database.records())
+    assert 100 < len(kept) < 200 and set(kept) < {300.0 + number for number in range(200)}
+    assert {kept[0], kept[-1]} == {300.0, 499.0} and whole(path)
+    assert f"{len(kept)} readable rows" in warnings()[0] and len(warnings()) == 1
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
