@@ -1,0 +1,73 @@
+"""Peers: the backends of PyTorch's scaled_dot_product_attention, as calls on the tensors of a problem."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from flashgen.problem import Problem
+from flashgen.record import Peer
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+MATH_SCORES_BYTES = 4 * 2**30  # the math backend keeps float32 scores of all heads, in several copies
+
+
+def peers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> dict[str, Callable[[], Tensor]]:
+    """The backends that compute this problem, as calls on tensors in its layout that return out in its layout.
+
+    Each has run once. A window has no peer, nor has a causal mask where the lengths differ: SDPA's backends do not agree on the
+    diagonal there. LSE is not among what they return.
+    """
+    if problem.window != (None, None) or (problem.mask != "full" and problem.seqlen_q != problem.seqlen_kv):
+        return {}
+    scores_bytes = 4 * problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_kv
+    able: dict[str, Callable[[], Tensor]] = {}
+    for name in BACKENDS:
+        if name == "math" and scores_bytes > MATH_SCORES_BYTES:
+            continue
+        call = functools.partial(_attention, BACKENDS[name], problem, query, key, value, scale)
+        try:
+            with warnings.catch_warnings():  # each reason why a backend is refused is a warning of its own
+                warnings.simplefilter("ignore")
+                call()
+                if query.is_cuda:
+                    torch.cuda.synchronize(query.device)
+        except RuntimeError as error:
+            if "CUDA error" in str(error):  # the device failed, and every later call would
+                raise
+            logger.debug("no %s for %s: %s", name, problem, error)
+        else:
+            able[name] = call
+    return able
+
+
+def peer(name: str) -> Peer:
+    """A backend and the version of what implements it here."""
+    version = f"torch {torch.__version__}"
+    if name == "cudnn":
+        cudnn: Any = torch.backends.cudnn  # which carries no types
+        number = cudnn.version()
+        version += "" if number is None else f", cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
+    return Peer(name=name, version=version)
+
+
+def _attention(backend: SDPBackend, problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    if problem.layout == "bshd":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    with sdpa_kernel(backend):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=problem.mask != "full", scale=scale, enable_gqa=problem.heads_q != problem.heads_kv
+        )
+    return out.transpose(1, 2) if problem.layout == "bshd" else out
