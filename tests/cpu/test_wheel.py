@@ -13,6 +13,7 @@ import pytest
 from flashgen import __version__
 
 ROOT = Path(__file__).parents[2]
+SHAPE = ["--seqlen", "256", "--heads", "2", "--head-dim", "64", "--dtype", "float16", "--causal", "--device", "h200"]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_model(site: Path, tmp_path: Path) -> None:
 
 def test_generate(site: Path, tmp_path: Path) -> None:
     """The standalone kernel and its launcher import without flashgen."""
-    flashgen(site, tmp_path, "generate", "--head-dim", "128", "--causal", "--device", "h200", "--out", "kernel")
+    flashgen(site, tmp_path, "generate", *SHAPE, "--out", "kernel")
     sources = sorted((tmp_path / "kernel").glob("*.py"))
     assert sources
     for source in sources:
@@ -97,6 +98,5 @@ def test_generate(site: Path, tmp_path: Path) -> None:
 
 def test_tune_without_a_gpu(site: Path, tmp_path: Path) -> None:
     """A predicted tuning of a small problem: renders, cross-compiles, checks in the interpreter, and keeps rows."""
-    shape = ["--seqlen", "256", "--heads", "2", "--head-dim", "64", "--dtype", "float16", "--causal", "--device", "h200"]
-    flashgen(site, tmp_path, "tune", *shape, "--trials", "2")
-    assert json.loads(flashgen(site, tmp_path, "explain", *shape, "--json"))
+    flashgen(site, tmp_path, "tune", *SHAPE, "--trials", "2")
+    assert json.loads(flashgen(site, tmp_path, "explain", *SHAPE, "--json"))
