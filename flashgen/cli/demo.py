@@ -32,7 +32,7 @@ def demo(
     from flashgen.cli.progress import Live
     from flashgen.report.page import write
     from flashgen.report.tables import NOTHING_MEASURED, terminal
-    from flashgen.search import Budget, tune
+    from flashgen.search import Budget, Session
 
     try:
         part, measured = Device.current(), True
@@ -41,8 +41,8 @@ def demo(
         # The first line of all output, not to be missed; the work that follows takes a while.
         say(console(), f"{NOTHING_MEASURED} ({error})")
     rows = database.open()
-    with Live(console(stderr=True)) as live:
-        outcome = tune(PROBLEM, device=part, database=rows, budget=Budget(seconds=seconds), on_event=live.listen)
+    with Live(console(stderr=True)) as live, Session(part, rows) as session:
+        outcome = session.tune(PROBLEM, budget=Budget(seconds=seconds), on_event=live.listen)
     records = rows.records(PROBLEM, part)
     write(out, records)
     called = _called(database) if measured else None

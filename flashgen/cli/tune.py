@@ -31,17 +31,16 @@ def tune(
     compiled, and stored as predicted.
     """
     from flashgen.cli.progress import Live
-    from flashgen.search import Budget
-    from flashgen.search import tune as search
+    from flashgen.search import Budget, Session
 
     stated, budget = problem.problems(), Budget(trials=trials, seconds=seconds)
     part, rows = device.get(), database.open()
     outcomes: list[Outcome] = []
     interrupted = False
-    with Live(console(stderr=True)) as live:
+    with Live(console(stderr=True)) as live, Session(part, rows) as session:
         try:
             for each in stated:
-                outcomes.append(search(each, device=part, database=rows, budget=budget, on_event=live.listen, seed=seed, force=force))
+                outcomes.append(session.tune(each, budget=budget, on_event=live.listen, seed=seed, force=force))
         except KeyboardInterrupt:
             interrupted = True
     if interrupted:

@@ -18,6 +18,7 @@ from flashgen.cli import app
 from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
 from flashgen.cli.progress import Live
 from flashgen.database import Database
+from flashgen.device import Device
 from flashgen.errors import ArgumentError, BuildError, UnsupportedError
 from flashgen.problem import Problem
 from flashgen.record import Record, Status
@@ -489,14 +490,25 @@ def outcome(records: list[Record], measured: bool = True) -> Outcome:
 
 
 class Search:
-    """Stands in for flashgen.search.tune: reports two trials of each problem, keeps them, and may be interrupted."""
+    """Stands in for flashgen.search.Session: reports two trials of each problem, keeps them, and may be interrupted."""
 
     def __init__(self, interrupt_at: int = 99, status: Status = Status.OK) -> None:
         self.calls: list[dict[str, Any]] = []
         self.interrupt_at = interrupt_at
         self.status = status
 
-    def __call__(self, of: Problem, *, on_event: Any, database: Database, device: Any, budget: Budget, **options: Any) -> Outcome:
+    def __call__(self, device: Device, database: Database) -> "Search":
+        self.device, self.database = device, database
+        return self
+
+    def __enter__(self) -> "Search":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def tune(self, of: Problem, *, on_event: Any, budget: Budget, **options: Any) -> Outcome:
+        device, database = self.device, self.database
         self.calls.append({"problem": of, "budget": budget, "device": device, **options})
         measured = self.status is Status.OK
         us = [200.0, 120.0] if measured else [None, None]
@@ -532,7 +544,7 @@ class Search:
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Search:
     stand_in = Search()
-    monkeypatch.setattr("flashgen.search.tune", stand_in)
+    monkeypatch.setattr("flashgen.search.Session", stand_in)
     return stand_in
 
 
@@ -567,7 +579,7 @@ def test_tune_several(search: Search) -> None:
 
 def test_interrupted_tune_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C is no failure: results so far are printed, and the exit code is the shell's own for it."""
-    monkeypatch.setattr("flashgen.search.tune", Search(interrupt_at=2))
+    monkeypatch.setattr("flashgen.search.Session", Search(interrupt_at=2))
     arguments = ("tune", "--seqlen", "512,1024,2048", "--head-dim", "128", "--heads", "16", "--device", "h200")
     code, out, err = run(*arguments)
     assert code == 130
@@ -605,7 +617,7 @@ def test_tune_without_a_gpu_names_the_way_out(monkeypatch: pytest.MonkeyPatch, s
 
 def test_demo_without_a_gpu_says_first_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("flashgen.search.tune", Search(status=Status.PREDICTED))
+    monkeypatch.setattr("flashgen.search.Session", Search(status=Status.PREDICTED))
     page = tmp_path / "report" / "index.html"
     code, out, _ = run("demo", "--out", str(page))
     assert code == 0
@@ -620,7 +632,7 @@ def test_progress_on_a_terminal() -> None:
     """One line, kept up to date, that is gone in the end."""
     console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
     with Live(console) as live:
-        Search()(rows.problem(), on_event=live.listen, database=Database.memory(), device=rows.H200, budget=Budget(trials=2, seconds=None))
+        Search()(rows.H200, Database.memory()).tune(rows.problem(), on_event=live.listen, budget=Budget(trials=2))
         live._progress.refresh()
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "100 candidates, 3 known" in text
@@ -630,9 +642,7 @@ def test_progress_on_a_terminal() -> None:
 def test_progress_of_failures() -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=200, color_system=None)
     with Live(console) as live:
-        Search(status=Status.TIMEOUT)(
-            rows.problem(), on_event=live.listen, database=Database.memory(), device=rows.H200, budget=Budget(trials=2)
-        )
+        Search(status=Status.TIMEOUT)(rows.H200, Database.memory()).tune(rows.problem(), on_event=live.listen, budget=Budget(trials=2))
 
 
 BENCH = """
@@ -647,8 +657,6 @@ class Gpu:
     now = 0.0
     def measure(self, calls):
         self.now += 0.01 * len(calls)
-        for call in calls[:2]:
-            call()
         return [100.0 + 10 * place for place, _ in enumerate(calls)]
     def burst(self, seconds):
         self.now += seconds
@@ -656,7 +664,7 @@ class Gpu:
     def clock(self):
         return self.now
 
-problem = Problem(batch=1, heads_q=2, heads_kv=1, seqlen_q=80, seqlen_kv=80, head_dim_qk=32, head_dim_v=32, dtype="float16", mask="causal")
+problem = Problem(batch=1, heads_q=2, heads_kv=1, seqlen_q=32, seqlen_kv=32, head_dim_qk=16, head_dim_v=16, dtype="float16", mask="causal")
 device = Device.named("h200")
 candidates = space.candidates(problem, device)[:1] + [space.default(problem, device)]
 rows = bench.compare(problem, device, candidates, Bench(gpu=Gpu()), 0.1)
