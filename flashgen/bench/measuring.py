@@ -92,9 +92,10 @@ class Bench:
     """
 
     def __init__(self, device: torch.device | int | None = None, *, gpu: Gpu | None = None, lock: state.Lock | None = None) -> None:
-        if gpu is None and device is None:
-            device = cuda.current_device()
-        self.device = torch.device("cuda", device) if isinstance(device, int) else device
+        index = device.index if isinstance(device, torch.device) else device
+        if index is None and gpu is None:
+            index = cuda.current_device()
+        self.device = None if index is None else torch.device("cuda", index)
         self.busy: bool | None = None  # whether another process kept the GPU busy before the first comparison; None: not known
         self._gpu = gpu
         self._lock = state.Lock.of_gpu(self.device.index or 0) if lock is None and self.device is not None else lock
