@@ -39,20 +39,23 @@ def demo(
     except UnsupportedError as error:
         part, measured = Device.named(TARGET), False
         # The first line of all output, not to be missed; the work that follows takes a while.
-        say(console(), f"{NOTHING_MEASURED} ({error})")
+        say(console(), NOTHING_MEASURED)
+        say(console(), f"The target is the {part.name}, since {str(error).partition(';')[0]}.")
     rows = database.open()
     with Live(console(stderr=True)) as live, Session(part, rows) as session:
         outcome = session.tune(PROBLEM, budget=Budget(seconds=seconds), on_event=live.listen)
     records = rows.records(PROBLEM, part)
     write(out, records)
-    called = _called(database) if measured else None
+    if database.database is not None:
+        os.environ["FLASHGEN_DATABASE"] = str(database.database)  # which attention reads
+    called = call(PROBLEM, "cuda") if measured else None
 
     def show(console: Console) -> None:
-        terminal(records, console)
+        terminal(records, console, warn=False)
         for note in outcome.notes:
             say(console, note)
         if called is not None:
-            verdict = f"right, error {called['error']:.1e} of {called['tolerance']:.1e} allowed" if called["ok"] else called["message"]
+            verdict = f"right, error {called['error']:.1e}, allowed {called['tolerance']:.1e}" if called["ok"] else called["message"]
             say(console, f"flashgen.attention(query, key, value, causal=True) ran the {called['how']} choice: {verdict}")
         say(console, f"Wrote {out}")
 
@@ -60,16 +63,15 @@ def demo(
     return Answer(data=data, show=show, code=1 if called is not None and not called["ok"] else 0)
 
 
-def _called(database: DatabaseOptions) -> dict[str, Any]:
-    """What flashgen.attention gives on fresh inputs, held against the oracle."""
+def call(problem: Problem, place: str) -> dict[str, Any]:
+    """What flashgen.attention gives for a causal problem on fresh inputs, held against the oracle."""
     import torch
 
     import flashgen
     from flashgen import check
 
-    if database.database is not None:
-        os.environ["FLASHGEN_DATABASE"] = str(database.database)
-    case = check.prepare(PROBLEM, torch.device("cuda", torch.cuda.current_device()), seed=1)
+    device = torch.device(place, torch.cuda.current_device()) if place == "cuda" else torch.device(place)
+    case = check.prepare(problem, device, seed=1)
     out = flashgen.attention(case.query, case.key, case.value, causal=True)
     verdict = check.judge(out, None, case)
     how = flashgen.explain(case.query, case.key, case.value, causal=True).how

@@ -62,7 +62,8 @@ class Live:
         elif isinstance(event, Ended):
             self._progress.update(self._task, visible=False)
             outcome = event.outcome
-            self._say(f"{outcome.trials} trials, {outcome.skipped} skipped, {outcome.seconds:.0f} s: {outcome.reason}")
+            counts = f"{outcome.trials} trials, {outcome.skipped} skipped, " if outcome.measured else ""
+            self._say(f"{counts}{outcome.seconds:.0f} s: {outcome.reason}")
 
     def _tried(self, event: "Tried") -> None:
         best = ""

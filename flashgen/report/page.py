@@ -12,7 +12,7 @@ import jinja2
 import markupsafe
 import plotly.offline
 
-from flashgen import theory
+from flashgen import space, theory
 from flashgen.record import Record
 from flashgen.render import templates_dir
 from flashgen.report.summary import Summary, describe, peer_name, summarize, time_us
@@ -114,8 +114,9 @@ def _trials(summary: Summary) -> dict[str, list[Any]]:
     """The rows as columns, in the order in which they ran."""
     rows = summary.trials
     resources = [record.measurement.resources for record in rows]
+    default = space.default(summary.problem, summary.device)
     return {
-        "candidate": [describe(record) for record in rows],
+        "candidate": [describe(record) + " (default)" * (record.candidate == default) for record in rows],
         "status": [record.measurement.status.value for record in rows],
         "predicted_us": [_short(record.estimate.time_s * 1e6) if record.estimate else None for record in rows],
         "limited_by": [record.estimate.bound if record.estimate else "" for record in rows],

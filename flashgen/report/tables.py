@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from flashgen import theory
+from flashgen import space, theory
 from flashgen.record import Record, Resources
 from flashgen.report.summary import Summary, describe, peer_name, summarize, time_us
 from flashgen.report.units import quantity, tflops, times
@@ -15,10 +15,10 @@ NOTHING_MEASURED = "Nothing was measured, and bf16 was not checked: every figure
 TOP = 8
 
 
-def terminal(records: Iterable[Record], console: Console) -> None:
-    """Prints one problem in full, or several as an overview with a row each."""
+def terminal(records: Iterable[Record], console: Console, *, warn: bool = True) -> None:
+    """Prints one problem in full, or several as an overview with a row each; first, unless warn is False, if nothing was measured."""
     summaries = summarize(records)
-    if summaries and all(summary.is_predicted_only for summary in summaries):
+    if warn and summaries and all(summary.is_predicted_only for summary in summaries):
         console.print(NOTHING_MEASURED, style="bold yellow")
     if len(summaries) > 1:
         console.print(overview(summaries))
@@ -29,7 +29,9 @@ def terminal(records: Iterable[Record], console: Console) -> None:
         console.print(favourites(summary))
         console.print(tally(summary), highlight=False)
         if summary.excluded:
-            console.print("Outside the legal space, never tried: " + ", ".join(f"{count} {name}" for name, count in summary.excluded.items()))
+            console.print(
+                "Outside the legal space, never tried: " + ", ".join(f"{count} {name}" for name, count in summary.excluded.items())
+            )
         if summary.failures:
             console.print(failures(summary))
 
@@ -104,19 +106,20 @@ def comparison(summary: Summary) -> Table:
 def favourites(summary: Summary) -> Table:
     """The fastest trials, or where nothing was measured the model's order, with what the compiler said of them."""
     table = _table("candidate")
-    columns = ("predicted", "measured", "limited by", "registers", "spills", "smem", "error / allowed")
-    for name in columns:
+    for name in ("predicted", "measured", "limited by", "registers", "spills", "smem", "error", "allowed"):
         table.add_column(name, justify="right" if name != "limited by" else "left")
+    default = space.default(summary.problem, summary.device)
     rows = sorted(summary.measured, key=time_us)[:TOP] if summary.measured else _by_estimate(summary)[:TOP]
     for record in rows:
         measurement, estimate = record.measurement, record.estimate
         table.add_row(
-            describe(record),
+            describe(record) + " (default)" * (record.candidate == default),
             quantity(estimate.time_s, "s") if estimate else "",
             quantity(measurement.median_us * 1e-6, "s") if measurement.median_us else "[yellow]predicted only[/]",
             estimate.bound if estimate else "",
             *_resources(measurement.resources),
-            f"{measurement.error:.1e} / {measurement.tolerance:.1e}" if measurement.error is not None and measurement.tolerance else "",
+            "" if measurement.error is None else f"{measurement.error:.1e}",
+            "" if measurement.tolerance is None else f"{measurement.tolerance:.1e}",
         )
     return table
 

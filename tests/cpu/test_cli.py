@@ -413,6 +413,23 @@ def test_doctor(filled: Path) -> None:
         assert words in out
 
 
+def test_doctor_says_what_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    needs = ["torch>=2.0", "triton<3", 'numpy<1.0; extra == "interpreter"', 'pytest>=99; extra == "test"', "optuna>=99"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda name: needs)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = answer("doctor")
+    assert {name: found["supported"] for name, found in data["packages"].items() if found["supported"] is not None} == {
+        "torch": True,
+        "triton": False,
+        "numpy": False,
+        "optuna": False,
+    }
+    advice = " ".join(data["next"])
+    assert 'pip install "triton<3"' in advice
+    assert 'pip install "optuna>=99"' in advice
+    assert 'pip install "numpy<1.0"' in advice
+
+
 def test_doctor_with_a_database_that_cannot_be_used(tmp_path: Path) -> None:
     data = answer("doctor", "--database", str(tmp_path))
     assert "error" in data["database"]
@@ -649,7 +666,7 @@ BENCH = """
 import json
 from flashgen import canonical, space
 from flashgen.bench import Bench
-from flashgen.cli import bench
+from flashgen.cli import bench, demo
 from flashgen.device import Device
 from flashgen.problem import Problem
 
@@ -668,16 +685,19 @@ problem = Problem(batch=1, heads_q=2, heads_kv=1, seqlen_q=32, seqlen_kv=32, hea
 device = Device.named("h200")
 candidates = space.candidates(problem, device)[:1] + [space.default(problem, device)]
 rows = bench.compare(problem, device, candidates, Bench(gpu=Gpu()), 0.1)
-print(json.dumps([canonical.to_dict(row) for row in rows]))
+print(json.dumps({"rows": [canonical.to_dict(row) for row in rows], "call": demo.call(problem, "cpu")}))
 """
 
 
-def test_bench_makes_rows_of_candidates_and_peers() -> None:
-    """On a stand-in for the GPU, with kernels in Triton's interpreter."""
+def test_bench_and_demo_measure_and_check() -> None:
+    """On a stand-in for the GPU, with kernels in Triton's interpreter: rows of candidates and peers; attention against the oracle."""
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", BENCH], check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    records = [Record.from_dict(row) for row in json.loads(done.stdout.splitlines()[-1])]
+    data = json.loads(done.stdout.splitlines()[-1])
+    assert data["call"]["ok"], data["call"]
+    assert data["call"]["how"] in ("predicted", "default")
+    records = [Record.from_dict(row) for row in data["rows"]]
     assert [record.measurement.status for record in records] == [Status.OK] * len(records)
     assert {record.peer.name for record in records if record.peer} >= {"math"}
     candidates = [record for record in records if record.candidate]
