@@ -58,7 +58,9 @@ def command(app: typer.Typer, *, example: str, name: str | None = None) -> Calla
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        app.command(name=name or function.__name__, epilog=f"Example: {example}")(run)
+        paragraphs = inspect.getdoc(function) or ""
+        help = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs.split("\n\n"))
+        app.command(name=name or function.__name__, help=help, epilog=f"Example: {example}")(run)
         return function
 
     return register

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class Live:
     """Shows searches while the context is open: on a terminal one line is kept up to date, elsewhere each new best is a line."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, searches: int = 1) -> None:
         self._console = console
+        self._searches, self._begun = searches, 0
         self._shown_us: float | None = None
         self._problem: Problem | None = None
         self._progress = Progress(
@@ -51,8 +52,10 @@ class Live:
         if isinstance(event, Started):
             self._problem, self._shown_us = event.problem, None
             self._progress.reset(self._task, total=None, description="", best="", last="", left="", visible=True)
+            self._begun += 1
+            place = f"[{self._begun}/{self._searches}] " if self._searches > 1 else ""
             known = f", {event.known} known" if event.known else ""
-            self._say(f"{event.problem} on {event.device.name}: {event.legal} candidates{known}")
+            self._say(f"{place}{event.problem} on {event.device.name}: {event.legal} candidates{known}")
         elif isinstance(event, Staged):
             self._progress.update(self._task, description=event.stage, last=event.message)
             if not self._console.is_terminal:

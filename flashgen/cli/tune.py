@@ -37,7 +37,7 @@ def tune(
     part, rows = device.get(), database.open()
     outcomes: list[Outcome] = []
     interrupted = False
-    with Live(console(stderr=True)) as live, Session(part, rows) as session:
+    with Live(console(stderr=True), len(stated)) as live, Session(part, rows) as session:
         try:
             for each in stated:
                 outcomes.append(session.tune(each, budget=budget, on_event=live.listen, seed=seed, force=force))

@@ -591,6 +591,7 @@ def test_tune_gives_json(search: Search) -> None:
 def test_tune_several(search: Search) -> None:
     options = ("--seqlen", "512,1024", "--head-dim", "64,128", "--tokens", "16384", "--hidden", "2048", "--causal", "--device", "h200")
     assert len(answer("tune", *options)) == 4
+    assert "[4/4] " in run("tune", *options)[2]
     assert len({call["problem"].key for call in search.calls}) == 4
 
 
