@@ -55,14 +55,15 @@ class Variant:
     @classmethod
     def named(cls, name: str) -> "Variant":
         """The variant with this name. Raises ArgumentError where no variant has it."""
-        words, values, rest = list(CHOICES), {}, name + "_"
+        words, rest = list(CHOICES), name + "_"
+        values: dict[str, Any] = {}
         for word in words:
             for value in CHOICES[word]:
                 if rest.startswith(value + "_"):
                     values[word] = value
                     rest = rest.removeprefix(value + "_")
                     break
-        flags = {}
+        flags: dict[str, bool] = {}
         for each in fields(cls):
             if each.name not in CHOICES:
                 flags[each.name] = rest.startswith(each.name + "_")

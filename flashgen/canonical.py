@@ -50,7 +50,7 @@ def from_dict(cls: type[T], data: object) -> T:
     """
     if not isinstance(data, Mapping):
         raise ArgumentError(f"{cls.__name__}: expected a mapping of its fields, got {type(data).__name__}")
-    hints = _hints(cls)
+    hints = _hints(cls)  # type: ignore[arg-type]
     fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(set(data) - set(fields))
     if unknown:

@@ -49,7 +49,8 @@ class Device:
     def key(self) -> str:
         """The identity under which measurements are stored: architecture, SMs, and classes of memory; the name only informs."""
         dram_gb = round(self.dram_bytes / GB / 8) * 8
-        return f"{self.arch}-{self.num_sms}sm-{dram_gb}gb-{round(self.dram_bytes_per_s / 1e11) / 10:g}tbs-{self.smem_per_block_bytes // KIB}kib"
+        dram_tb_per_s = round(self.dram_bytes_per_s / 1e11) / 10
+        return f"{self.arch}-{self.num_sms}sm-{dram_gb}gb-{dram_tb_per_s:g}tbs-{self.smem_per_block_bytes // KIB}kib"
 
     @property
     def capability(self) -> int:
@@ -94,7 +95,7 @@ class Device:
             num_sms=properties.multi_processor_count,
             dram_bytes=properties.total_memory,
             l2_bytes=properties.L2_cache_size,
-            smem_per_block_bytes=properties.shared_memory_per_block_optin,
+            smem_per_block_bytes=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
             smem_per_sm_bytes=properties.shared_memory_per_multiprocessor,
             threads_per_sm=properties.max_threads_per_multi_processor,
             clock_hz=getattr(properties, "clock_rate", 1_500_000) * 1e3,

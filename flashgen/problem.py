@@ -139,14 +139,13 @@ class Problem:
         return self.batch == 0 or self.seqlen_q == 0
 
     def __str__(self) -> str:
-        pair = lambda a, b: f"{a}" if a == b else f"{a}/{b}"  # noqa: E731
         words = [
             self.direction,
             self.dtype,
             f"batch {self.batch}",
-            f"heads {pair(self.heads_q, self.heads_kv)}",
-            f"seqlen {pair(self.seqlen_q, self.seqlen_kv)}",
-            f"head_dim {pair(self.head_dim_qk, self.head_dim_v)}",
+            f"heads {_pair(self.heads_q, self.heads_kv)}",
+            f"seqlen {_pair(self.seqlen_q, self.seqlen_kv)}",
+            f"head_dim {_pair(self.head_dim_qk, self.head_dim_v)}",
             self.mask,
         ]
         if self.window != (None, None):
@@ -172,6 +171,10 @@ def _whole_number(name: str, value: Any, least: int) -> int:
     if number < least:
         raise ArgumentError(f"{name} is {number}; it must be at least {least}")
     return number
+
+
+def _pair(first: int, second: int) -> str:
+    return f"{first}" if first == second else f"{first}/{second}"
 
 
 def _sum_clamped(start: int, count: int, most: int) -> int:

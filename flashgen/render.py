@@ -40,7 +40,8 @@ def shipped_dir(name: str) -> Path:
     for folder in (_PACKAGE / f"_{name}", _PACKAGE.parent / name):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"flashgen was installed without its {name}: neither {_PACKAGE / f'_{name}'} nor {_PACKAGE.parent / name} exists")
+    places = f"neither {_PACKAGE / f'_{name}'} nor {_PACKAGE.parent / name}"
+    raise FileNotFoundError(f"flashgen was installed without its {name}: {places} exists")
 
 
 def templates_dir() -> Path:
