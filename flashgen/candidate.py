@@ -63,7 +63,7 @@ class Variant:
                     values[word] = value
                     rest = rest.removeprefix(value + "_")
                     break
-        flags: dict[str, bool] = {}
+        flags: dict[str, Any] = {}
         for each in fields(cls):
             if each.name not in CHOICES:
                 flags[each.name] = rest.startswith(each.name + "_")
