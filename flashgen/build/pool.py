@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import signal
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 from flashgen import canonical, errors
@@ -26,7 +28,7 @@ _FOREMAN = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from flashg
 class CompilePool:
     """Compiles candidates in parallel processes; a context manager.
 
-    workers       how many at once; as many as this process may use CPUs by default. More would make each slower than its limit.
+    workers       how many at once; by default as many as there are CPUs for this process. With more, sound ones would be late too.
     time_limit_s  a compilation that takes longer is killed, with everything it started, and is a BuildTimeoutError.
 
     One child, the foreman, imports Triton once and forks a process for each candidate, so a compiler that hangs or crashes takes
@@ -35,7 +37,7 @@ class CompilePool:
     """
 
     def __init__(self, workers: int | None = None, time_limit_s: float = 60.0) -> None:
-        self.workers = workers or len(os.sched_getaffinity(0))
+        self.workers = workers or _cpus()
         self.time_limit_s = time_limit_s
         self._foreman: _Foreman | None = None
         self._waiting: dict[int, Candidate] = {}
@@ -165,6 +167,15 @@ class _Foreman:
         for line in self._process.stdout:
             self._answers.put(json.loads(line))
         self._answers.put(None)
+
+
+def _cpus() -> int:
+    """CPUs for this process: those it may run on, and no more than a container's quota of CPU time pays for."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # no quota reads "max 100000"
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        count = min(count, math.ceil(int(quota) / int(period)))
+    return max(1, count)
 
 
 def _result(answer: dict[str, Any]) -> Resources | BuildError:

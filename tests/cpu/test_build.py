@@ -342,16 +342,16 @@ def test_a_hanging_compiler_is_killed_with_its_children(ptxas, tmp_path):
     """)
     hanging, sound = candidate(maxnreg=200), [candidate(), candidate(block_n=64)]
     begin = time.monotonic()
-    with CompilePool(workers=2, time_limit_s=10) as pool:
+    with CompilePool(workers=2, time_limit_s=20) as pool:
         for each in (hanging, *sound):
             pool.submit(each, PROBLEM, H200)
         results = dict(pool.results())
         assert isinstance(results[hanging], BuildTimeoutError)
-        assert "did not compile within 10 s" in str(results[hanging])
+        assert "did not compile within 20 s" in str(results[hanging])
         assert all(results[each].registers > 0 for each in sound)
         for name in ("pid", "grandchild"):
             assert ended(int((tmp_path / name).read_text())), f"{name} still runs"
-    assert time.monotonic() - begin < 60
+    assert time.monotonic() - begin < 90
 
 
 def test_a_crashing_compiler_takes_nothing_with_it(ptxas):
