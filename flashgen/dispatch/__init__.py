@@ -112,7 +112,7 @@ def attention(
     if scale is not None:
         scale = checked_scale(scale)
     try:
-        device = query.device
+        place = "cuda" if query.is_cuda else "cpu"
         signature: Hashable = (
             query.shape,
             key.shape,
@@ -123,9 +123,10 @@ def attention(
             query.dtype,
             key.dtype,
             value.dtype,
-            device,
-            key.device,
-            value.device,
+            place,
+            query.get_device(),
+            key.get_device(),
+            value.get_device(),
             query.__class__,
             key.__class__,
             value.__class__,
@@ -136,7 +137,7 @@ def attention(
             return_lse,
             scale is not None and scale < 0,
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-            torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type),
+            torch.is_autocast_enabled(place) and torch.get_autocast_dtype(place),
             forward_ad._current_level,
         )
         plan = _plans.get(signature)
@@ -147,15 +148,21 @@ def attention(
     return plan(query, key, value, scale)
 
 
-# Under torch.compile the graph breaks at the call, and nothing inside it is traced. The attribute is what torch.compiler.disable
-# sets; that decorator itself would import all of torch._dynamo, and add its own cost to every call.
-attention._torchdynamo_disable = True  # type: ignore[attr-defined]
-attention._torchdynamo_disable_msg = "flashgen.attention launches kernels of its own"  # type: ignore[attr-defined]
-with contextlib.suppress(ImportError, AttributeError, TypeError):  # without it dynamo gives up on each inner function by itself
-    from torch._C._dynamo import eval_frame
+def _hide_from_dynamo(function: Any) -> None:
+    """Under torch.compile the graph breaks at a call of function, and nothing inside it is traced.
 
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(attention.__code__, eval_frame._FrameExecStrategy(skip, skip))
+    The attributes are what torch.compiler.disable sets; that decorator would import all of torch._dynamo, and cost time at every call.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "flashgen.attention launches kernels of its own"
+    with contextlib.suppress(ImportError, AttributeError, TypeError):  # without it dynamo gives up on each inner function by itself
+        from torch._C._dynamo import eval_frame
+
+        skip = eval_frame._FrameAction.SKIP
+        eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+_hide_from_dynamo(attention)
 
 
 def explain(
@@ -179,8 +186,8 @@ def explain(
     negative_scale = scale is not None and checked_scale(scale) < 0
     if isinstance(query, Problem):
         problem = query
-        if key is not None or value is not None:
-            raise ArgumentTypeError("key and value are given beside a Problem; pass a Problem alone, or three tensors")
+        if (key, value, causal, window, layout, return_lse) != (None, None, False, None, "bhsd", False):
+            raise ArgumentTypeError("tensors or a mask, layout or return_lse are given beside a Problem, which says all of that itself")
         if device is None:
             device = _planner_here().device(torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0))
         elif isinstance(device, str):

@@ -132,8 +132,8 @@ def _sources(
         candidate = space.adapt(record.candidate, problem, device)
         row = f"the winner of {record.problem} on {record.device.name}"
         if candidate is None:
-            broken = "; ".join(space.violations(record.candidate, problem, device)) or "its variant does not fit"
-            because.append(f"{row} is not legal here: {broken}")
+            broken = space.violations(record.candidate, problem, device) if _is_own(record, problem, device) else []
+            because.append(f"{row} is not legal here: {'; '.join(broken) or 'no form of its candidate is'}")
             continue
         if _is_own(record, problem, device):
             doubts = [*doubts] if candidate == record.candidate else [*doubts, "the candidate is not legal as it was measured"]

@@ -816,8 +816,9 @@ def test_explain_tensors(kernels: Kernels) -> None:
     json.dumps(empty.to_dict())
     with pytest.raises(ArgumentTypeError, match="device"):
         flashgen.explain(*tensors(), device="h200")
-    with pytest.raises(ArgumentTypeError, match="Problem"):
-        flashgen.explain(PROBLEM, *tensors()[:2], device="h200")
+    for given, keywords in [(tensors()[:2], {}), ((), dict(causal=True)), ((), dict(window=(1, 0))), ((), dict(return_lse=True))]:
+        with pytest.raises(ArgumentTypeError, match="beside a Problem"):
+            flashgen.explain(PROBLEM, *given, device="h200", **keywords)
     with pytest.raises(UnsupportedError, match="head_dim"):
         flashgen.explain(dataclasses.replace(PROBLEM, head_dim_qk=512), device="h200")
     if not torch.cuda.is_available():
