@@ -209,8 +209,6 @@ class Search:
                         None if incumbent is None else incumbent.measurement.median_us,
                         self._estimate(measuring.candidate).time_s,
                     )
-                elif not self._compiling and not self._compiled and self._proposals.left == 0:
-                    return "every legal candidate is known"
                 else:
                     self.clock.sleep(PAUSE_S)
             if measuring is not None:
@@ -222,6 +220,8 @@ class Search:
 
     def _stop_reason(self) -> str | None:
         budget, incumbent = self.budget, self._incumbent()
+        if self._proposals.left == 0 and not self._compiling and not self._compiled:
+            return "every legal candidate is known"
         if budget.trials is not None and self._trials >= budget.trials:
             return f"the budget of {budget.trials} trials is spent"
         if budget.seconds is not None and self.clock.now() - self._began >= budget.seconds:

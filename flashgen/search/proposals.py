@@ -24,7 +24,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from flashgen.candidate import Candidate
 from flashgen.record import Estimate
-from flashgen.search.surrogate import Array, Posterior, Rows, Surrogate, knobs
+from flashgen.search.surrogate import Posterior, Rows, Surrogate, knobs
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Landscape:
             seconds = (math.log(each.estimate.time_s), math.log(each.seconds))
             self.rows.add(knobs(each.candidate, each.estimate), *seconds, task=tasks[each.problem_key])
         # Two other problems are taken to be as related as the way from one to the other through this problem.
-        relatedness: Array = np.outer(related, related)
+        relatedness = np.asarray(np.outer(related, related), dtype=np.float64)
         np.fill_diagonal(relatedness, 1.0)
         self.surrogate = Surrogate(self.knobs, self.prior, relatedness)
         self._refined = 0

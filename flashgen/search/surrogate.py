@@ -26,6 +26,7 @@ Array = npt.NDArray[np.float64]
 _FIXED = ("family", "mask", "padded", "scale_first", "store_lse")
 _UNCAPPED_REGISTERS = 255  # maxnreg None
 _LENGTH = 1.5  # steps of a knob (octaves of a number, one flip of a flag) over which its effect is forgotten
+_OFFSET_VARIANCE = 0.5**2  # how far the cost model may be off for a problem as a whole
 _MOST_ROWS = 160  # measurements that take part in a fit, the nearest problems' first
 
 
@@ -115,7 +116,7 @@ class Surrogate:
         """Covariance of f of every candidate (down) with these rows of knobs (across)."""
         for row in rows:
             if row.tobytes() not in self._columns:
-                self._columns[row.tobytes()] = _kernel(self.knobs, row[None, :], self._scales)[:, 0]
+                self._columns[row.tobytes()] = _Pairs(self.knobs, row[None, :]).covariance(self._scales)[:, 0]
         return np.stack([self._columns[row.tobytes()] for row in rows], axis=1)
 
     def _climb(self, data: "_Data") -> _Scales:
@@ -145,7 +146,10 @@ def _moved(scales: _Scales, name: str | int, by: float) -> _Scales:
 
 @dataclass(frozen=True)
 class _Data:
+    """The measurements of a fit."""
+
     knobs: Array
+    pairs: "_Pairs"
     residual: Array
     related: Array  # correlation of tasks, row by row
     same: Array
@@ -161,6 +165,7 @@ class _Data:
         residual = (np.asarray(rows.value) - np.asarray(rows.prior))[keep] if len(rows) else np.zeros(0)
         return cls(
             knobs=knobs,
+            pairs=_Pairs(knobs, knobs),
             residual=residual,
             related=relatedness[np.ix_(task, task)],
             same=(task[:, None] == task[None, :]).astype(float),
@@ -169,34 +174,33 @@ class _Data:
         )
 
 
-_OFFSET_VARIANCE = 0.5**2  # how far the cost model may be off for a problem as a whole
+class _Pairs:
+    """Rows of knobs held against other rows: all of their covariance that no hyperparameter changes."""
 
+    def __init__(self, a: Array, b: Array) -> None:
+        self._shape = (len(a), len(b))
+        steps = np.abs(a.T[:, :, None] - b.T[:, None, :]).reshape(a.shape[1], -1)
+        self._steps, self._alike = steps / (2 * _LENGTH), np.exp(-steps / _LENGTH)
+        self._alike_squared = self._alike**2
 
-def _kernel(a: Array, b: Array, scales: _Scales) -> Array:
-    """Covariance of f between rows of knobs, before tasks and offsets."""
-    weights = np.exp(scales.relevance)
-    shares = np.exp([0.0, scales.pairs, scales.interaction])
-    shares /= shares.sum()
-    first = np.zeros((len(a), len(b)))
-    squares = np.zeros((len(a), len(b)))
-    apart = np.zeros((len(a), len(b)))
-    count = len(weights)
-    for column, weight in enumerate(weights):
-        steps = np.abs(a[:, column, None] - b[None, :, column])
-        alike = weight * np.exp(-steps / _LENGTH)
-        first += alike
-        squares += alike * alike
-        apart += math.sqrt(weight) * steps
-    second = (first * first - squares) / 2
-    variance = math.exp(2 * scales.amplitude)
-    total = shares[0] / count * first + shares[1] * 2 / (count * (count - 1)) * second
-    return np.asarray(variance * (total + shares[2] * np.exp(-apart / (2 * _LENGTH))))
+    def covariance(self, scales: _Scales) -> Array:
+        """Covariance of f, before tasks and offsets."""
+        weights = np.exp(scales.relevance)
+        count = len(weights)
+        shares = np.exp([0.0, scales.pairs, scales.interaction])
+        shares *= math.exp(2 * scales.amplitude) / shares.sum()
+        each = weights @ self._alike
+        both = (each * each - (weights * weights) @ self._alike_squared) / 2
+        all_of_it = np.exp(-(np.sqrt(weights) @ self._steps))
+        total = shares[0] / count * each + shares[1] * 2 / (count * (count - 1)) * both + shares[2] * all_of_it
+        return np.asarray(total.reshape(self._shape))
 
 
 def _covariance(data: _Data, scales: _Scales) -> Array:
-    covariance = data.related * _kernel(data.knobs, data.knobs, scales) + _OFFSET_VARIANCE * data.same
+    """Of measurements with one another."""
+    covariance = data.related * data.pairs.covariance(scales) + _OFFSET_VARIANCE * data.same
     covariance[np.diag_indices_from(covariance)] += math.exp(2 * scales.noise)
-    return covariance
+    return np.asarray(covariance)
 
 
 def _evidence(data: _Data, scales: _Scales) -> float:
@@ -208,14 +212,14 @@ def _evidence(data: _Data, scales: _Scales) -> float:
     whitened = np.linalg.solve(factor, data.residual)
     likelihood = -0.5 * float(whitened @ whitened) - float(np.log(np.diag(factor)).sum())
     default = _Scales(np.zeros_like(scales.relevance))
-    prior = (
-        0.5 * float(((scales.relevance - default.relevance) ** 2).sum())
-        + ((scales.amplitude - default.amplitude) / 0.7) ** 2 / 2
-        + ((scales.pairs - default.pairs) / 1.0) ** 2 / 2
-        + ((scales.interaction - default.interaction) / 1.0) ** 2 / 2
-        + ((scales.noise - default.noise) / 0.7) ** 2 / 2
-    )
-    return likelihood - prior
+    off = [
+        float(np.linalg.norm(scales.relevance)),
+        (scales.amplitude - default.amplitude) / 0.7,
+        scales.pairs - default.pairs,
+        scales.interaction - default.interaction,
+        (scales.noise - default.noise) / 0.7,
+    ]
+    return likelihood - 0.5 * sum(each * each for each in off)
 
 
 class Posterior:
@@ -223,7 +227,7 @@ class Posterior:
 
     def __init__(self, surrogate: Surrogate, data: _Data, scales: _Scales) -> None:
         self._surrogate, self._scales = surrogate, scales
-        variance = _kernel(surrogate.knobs[:1], surrogate.knobs[:1], scales)[0, 0] + _OFFSET_VARIANCE
+        variance = _Pairs(surrogate.knobs[:1], surrogate.knobs[:1]).covariance(scales)[0, 0] + _OFFSET_VARIANCE
         self.mean, self._variance = surrogate.prior.copy(), np.full(len(surrogate.prior), variance)
         self._whitened: Array | None = None
         if len(data.residual):
