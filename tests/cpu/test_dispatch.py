@@ -532,28 +532,39 @@ def test_threads_share_one_first_call(kernels: Kernels) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_wait_for_its_parents_lock(kernels: Kernels) -> None:
-    """I16: the lock is held while the process forks; the child calls."""
+    """I16: another thread holds the lock while the process forks; the child calls."""
     given = tensors()
-    with dispatch._planner._lock:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
-                dispatch._planner_here()._winners = ()
-                flashgen.attention(*given)
-                status = 0
-            finally:
-                os._exit(status)
-        for _ in range(200):
-            done, status = os.waitpid(child, os.WNOHANG)
-            if done:
-                break
-            threading.Event().wait(0.1)
-        else:
-            os.kill(child, 9)
-            os.waitpid(child, 0)
-            pytest.fail("the child waits for ever")
+    held, release = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with dispatch._planner._lock:
+            held.set()
+            release.wait()
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait()
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+            dispatch._planner_here()._winners = ()
+            flashgen.attention(*given)
+            status = 0
+        finally:
+            os._exit(status)
+    release.set()
+    holder.join()
+    for _ in range(200):
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            break
+        threading.Event().wait(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child waits for ever")
     assert os.waitstatus_to_exitcode(status) == 0
 
 
