@@ -9,6 +9,7 @@ import logging
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -88,6 +89,7 @@ class Search:
     on_event: Listener = lambda event: None
     clock: Clock = field(default_factory=Clock)
     here: Callable[[], Provenance] = provenance.here
+    leftovers: Counter[Candidate] = field(default_factory=Counter)  # other searches' candidates that the compiler still has
 
     def __post_init__(self) -> None:
         self._records: list[Record] = []
@@ -124,7 +126,10 @@ class Search:
         if reason is None or not self._is_settled():
             self.on_event(Staged(stage="starting", message="starting the measuring process"))
             self.measurer.open(self.problem, self.device, self.seed)
-            reason = self._search() if reason is None else reason
+            try:
+                reason = self._search() if reason is None else reason
+            finally:
+                self.leftovers.update(list(self._compiling))
             self._settle()
         outcome = self._outcome(reason)
         self.on_event(Ended(outcome=outcome))
@@ -262,9 +267,10 @@ class Search:
     def _collect(self) -> None:
         """Take what was compiled."""
         for candidate, result in self.compiler.results(wait=False):
-            proposal = self._compiling.pop(candidate, None)
-            if proposal is None:  # another problem's, left over
+            if self.leftovers[candidate] > 0:
+                self.leftovers[candidate] -= 1
                 continue
+            proposal = self._compiling.pop(candidate)
             if isinstance(result, BuildError):
                 self._tried(proposal, Measurement(status=build_status(result), message=str(result)), ran=False)
                 continue
@@ -481,13 +487,9 @@ class Search:
         return {row.candidate for row in self._rows if row.measurement.status is Status.OK}
 
     def _reasons(self) -> str:
-        counts: dict[str, int] = {}
-        for row in self._rows:
-            if row.measurement.status in FAILED:
-                reason = f"{row.measurement.status.value} ({row.measurement.message[:200]})"
-                counts[reason] = counts.get(reason, 0) + 1
-        worst = sorted(counts.items(), key=lambda item: -item[1])
-        return "; ".join(f"{count} x {reason}" for reason, count in worst[:5]) or "none was tried"
+        failed = (row.measurement for row in self._rows if row.measurement.status in FAILED)
+        counts = Counter(f"{measurement.status.value} ({measurement.message[:200]})" for measurement in failed)
+        return "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(5)) or "none was tried"
 
     def _outcome(self, reason: str) -> Outcome:
         winner = self._winner()

@@ -145,6 +145,11 @@ class Process:
         return Lost(Status.CRASHED, f"the measuring process {how}{said}", self._open[0][0] if self._open else None)
 
     @property
+    def is_asked(self) -> bool:
+        """It has a request to answer, preparations aside."""
+        return any(not isinstance(request, Prepare) for request, _ in self._open)
+
+    @property
     def closed(self) -> bool:
         """It was ended, killed, or lost."""
         return self._connection.closed
@@ -192,6 +197,9 @@ class GpuMeasurer:
 
     def open(self, problem: Problem, device: Device, seed: int) -> None:
         """See Measurer."""
+        if self._process is not None and self._process.is_asked:  # an interrupted search left a question behind
+            self._process.kill()
+            self._process = None
         self._prepare = Prepare(problem=problem, device=device, seed=seed, warm_up_s=WARM_UP_S)
         self._ask(None)
 

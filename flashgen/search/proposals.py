@@ -3,7 +3,7 @@
 Why not TPE, Optuna's default? Two or three dozen trials among thousands of candidates leave it hardly better than a random
 draw after its ten start-up trials, and it cannot be told what the cost model knows, nor what other problems showed. `ModelSampler`
 is an Optuna sampler like any other, but picks among the legal candidates by expected improvement under `surrogate`. How both fare
-is a test (tests/cpu/test_search_replay.py), and `replay` shows it on measured samples. Optuna's own GPSampler needs SciPy and
+is a test (tests/cpu/test_search_proposals.py), and `replay` shows it on measured samples. Optuna's own GPSampler needs SciPy and
 PyTorch, models no prior and proposes illegal points.
 
 The study lives in memory; the database is what lasts, and a resumed search tells its rows to a new study.
@@ -204,7 +204,8 @@ class Proposals:
         self.left = len(landscape.candidates)
         self._sources: dict[int, str] = {}  # of enqueued candidates
         self._own = sampler is None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        if optuna.logging.get_verbosity() == optuna.logging.INFO:  # its default, which tells of every trial
+            optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._study = optuna.create_study(direction="minimize", sampler=sampler or ModelSampler(landscape, seed))
         self._open: dict[int, optuna.Trial] = {}
         self._seen: set[int] = set()

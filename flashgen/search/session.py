@@ -1,8 +1,10 @@
 """A Session: searches on one device, one after another; and `tune`, which is one of them."""
 
+from collections import Counter
 from types import TracebackType
 
 from flashgen.build import CompilePool
+from flashgen.candidate import Candidate
 from flashgen.database import Database
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -53,6 +55,7 @@ class Session:
         self.device, self.index = _resolved(device)
         self.database = Database.open() if database is None else database
         self._compiler = CompilePool()
+        self._leftovers: Counter[Candidate] = Counter()
         self._measurer: GpuMeasurer | None = None
 
     @property
@@ -93,6 +96,7 @@ class Session:
             budget=budget,
             seed=seed,
             force=force,
+            leftovers=self._leftovers,
             wide_offsets=_needs_wide_offsets(problem),
             on_event=on_event,
         )

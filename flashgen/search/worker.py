@@ -129,6 +129,7 @@ class Worker:
 
     index: int
     note: Callable[[str], None]
+    place: str = ""  # where tensors lie; empty is the CUDA device
     _launches: dict[Candidate, Any] = field(default_factory=dict)
     _bench: Any = None
     _case: Any = None
@@ -166,7 +167,7 @@ class Worker:
                 self._gpu().warm_up(request.warm_up_s)
                 self._warm = True
         with self._exclusive():
-            self._case = check.prepare(request.problem, f"cuda:{self.index}", request.seed)
+            self._case = check.prepare(request.problem, self.place or f"cuda:{self.index}", request.seed)
             torch.cuda.synchronize()
         return Ready(gpu=torch.cuda.get_device_name(self.index))
 
@@ -229,7 +230,7 @@ class Worker:
         from flashgen.launch import needs_wide_offsets, prepare
 
         torch.cuda.set_device(self.index)
-        place = f"cuda:{self.index}"
+        place = self.place or f"cuda:{self.index}"
         with self._exclusive():
             case = check.prepare(request.problem, place, request.seed)
             tensors = (case.query, case.key, case.value, case.out)

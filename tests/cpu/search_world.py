@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flashgen import cost, space
 from flashgen.candidate import Candidate
@@ -99,8 +99,7 @@ class FakeCompiler:
 
 
 def resources(candidate: Candidate, problem: Problem, binary: str) -> Resources:
-    registers = min(255, int(cost.registers(candidate, problem, H200)))
-    return Resources(registers=registers, spill_bytes=0, smem_bytes=cost.smem_bytes(candidate, problem, H200), binary_sha256=binary)
+    return replace(cost.guess(candidate, problem, H200), binary_sha256=binary)
 
 
 class FakeMeasurer:

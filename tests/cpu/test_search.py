@@ -167,7 +167,7 @@ def test_wrong_winner_is_found_out() -> None:
 def test_luck_is_not_reported() -> None:
     """O14: where all are equal and times noisy, nothing is claimed; one that is 3 % better is found."""
     gains, found = [], 0
-    for run in range(4):
+    for run in range(3):
         special = LEGAL[(7 * run + 3) % len(LEGAL)]
         for fast in (1.0, 0.97):
             world = World(seconds=lambda each: 1e-3 * (fast if each == special else 1.0), noise=0.005, workers=16)  # noqa: B023
@@ -179,7 +179,7 @@ def test_luck_is_not_reported() -> None:
             else:
                 found += outcome.winner.candidate == special or special == DEFAULT
     assert abs(sum(gains) / len(gains)) < 0.004 and max(gains) < 0.012
-    assert found == 4
+    assert found == 3
 
 
 def test_doubles_are_measured_once() -> None:
@@ -298,3 +298,18 @@ def test_resources_refine_the_estimate() -> None:
     row = database.records(SMALL, H200, Status.OK)[0]
     assert row.candidate is not None and row.measurement.resources == resources(row.candidate, SMALL, row.candidate.key)
     assert row.estimate == cost.estimate(row.candidate, SMALL, H200, row.measurement.resources)
+
+
+def test_leftovers_of_another_search_are_not_mixed_up() -> None:
+    """What a compiler still had from the problem before is not taken for this problem's."""
+    world, database = World(seconds=TRUE, workers=16), Database.memory()
+    other = replace(SMALL, batch=2)
+    first = world.tune(other, database, Budget(trials=3))
+    first.run()
+    assert sum(first.leftovers.values()) > 0
+    world.build_errors = dict.fromkeys(first.leftovers, BuildError("of the other problem"))
+    second = replace(world.tune(SMALL, database, Budget(trials=3)), compiler=first.compiler, leftovers=first.leftovers)
+    world.build_errors.pop(DEFAULT, None)
+    outcome = second.run()
+    assert outcome.trials == 3 and sum(first.leftovers.values()) >= 0
+    assert Status.OK in {row.measurement.status for row in outcome.records}

@@ -193,6 +193,14 @@ def test_the_next_problem_is_prepared_once(bench: GpuMeasurer, folder: Path) -> 
     assert started(folder) <= 2
 
 
+def test_an_interrupted_question_is_not_answered_later(bench: GpuMeasurer) -> None:
+    """After Ctrl-C within a measurement, the next search does not take the old answer for its own."""
+    assert status(bench, GOOD)[0] is Status.OK
+    bench.begin(BREAK, None, None, 1e-3)
+    bench.open(replace(SMALL, batch=2), H200, 0)
+    assert status(bench, GOOD)[0] is Status.OK
+
+
 def test_closing_leaves_no_process(folder: Path) -> None:
     bench = GpuMeasurer(0, lambda index: Process(index, PROGRAM))
     bench.open(SMALL, H200, 0)
@@ -211,3 +219,17 @@ def test_a_killed_process_says_so(folder: Path) -> None:
     os.kill(int(path.name.split("-")[1]), signal.SIGKILL)
     with pytest.raises(Lost, match="SIGKILL"):
         process.receive(5.0)
+
+
+def test_the_real_worker_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker's own program starts, finds no device, and the search is told why."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    monkeypatch.setattr(measurer, "MOST_LOST", 1)
+    bench = GpuMeasurer(0)
+    bench.open(SMALL, H200, 0)
+    with pytest.raises(LaunchError, match=r"(?i)cuda|nvidia"):
+        status(bench, GOOD)
+    bench.close()
