@@ -3,6 +3,8 @@
     session     tune, and Session for several problems in a row
     outcome     Budget, Outcome and events: what goes in and comes out
     loop        the policy of one search
+    ledger      its rows, and what they say by now
+    finals      who wins: finalists compared on fresh samples, the winner validated
     proposals   what to try next; the only module that knows Optuna
     surrogate   the model behind it: estimate and measurements to expectations
     measurer    the processes that measure, from outside; worker is what runs in them

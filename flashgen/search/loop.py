@@ -1,11 +1,10 @@
-"""The search of one problem: what is compiled, what is measured next, when to stop, and who wins.
+"""The search of one problem: what is compiled, what is measured next, and when to stop.
 
     propose -> compile ahead on all cores -> measure what promises most among what is compiled -> tell -> propose ...
 
 The policy is here, and all it touches (compilers, GPU, clock, database) is given to it, so that tests run it with made-up times.
 """
 
-import logging
 import math
 import statistics
 import time
@@ -19,34 +18,25 @@ from flashgen.candidate import Candidate
 from flashgen.database import Database
 from flashgen.device import Device
 from flashgen.dispatch.choice import distance
-from flashgen.errors import BuildError, BuildTimeoutError, LaunchError, NoWinnerError, OutOfResourcesError
+from flashgen.errors import BuildError, BuildTimeoutError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Measurement, Provenance, Record, Resources, Status
-from flashgen.render import render
 from flashgen.search import provenance
+from flashgen.search.finals import Finals, winner_of
+from flashgen.search.ledger import RAN, Ledger, time_us
 from flashgen.search.measurer import Measurer
 from flashgen.search.outcome import Budget, Ended, Listener, Outcome, Staged, Started, Tried
 from flashgen.search.proposals import Experience, Landscape, Proposal, Proposals
-from flashgen.search.worker import Decide
-
-log = logging.getLogger(__name__)
 
 NEAREST = 4  # winners of similar problems that are tried
 FAR = 4.0  # problems further away than this have nothing to say
 TEACHERS = 6  # similar problems whose measurements are learned from
 RELATED = 2.0  # distance at which a similar problem's measurements are worth exp(-1)
-FINALISTS = 4  # besides the default
-FINALIST_RATIO = 1.05  # nor is a finalist slower than this
-MOST_DECISIONS = 3
 WORTH_IT = 0.25  # a compiled candidate with less than this share of the best promise waits for better ones
 LEAST_AHEAD = 6  # candidates that are kept compiling or compiled, at least
 MOST_SKIPPED = 200  # SKIPPED rows of one search, at most: they say little
 PLATEAU = 0.01
 PAUSE_S = 0.005
-
-RAN = (Status.OK, Status.WRONG_RESULT, Status.LAUNCH_ERROR, Status.TIMEOUT, Status.CRASHED)
-FAILED = (*RAN[1:], Status.COMPILE_ERROR, Status.OUT_OF_RESOURCES, Status.INVALID)
-UNTRIED = (Status.SKIPPED, Status.PREDICTED)
 
 
 class Compiler(Protocol):
@@ -92,14 +82,11 @@ class Search:
     leftovers: Counter[Candidate] = field(default_factory=Counter)  # other searches' candidates that the compiler still has
 
     def __post_init__(self) -> None:
-        self._records: list[Record] = []
-        self._rows: list[Record] = []  # of this problem, device, sources and compiler; in order, earlier searches' first
+        self._ledger = Ledger(self.problem, self.device, self.database, self.here)
         self._compiling: dict[Candidate, Proposal] = {}
         self._compiled: list[Proposal] = []
         self._resources: dict[Candidate, Resources] = {}
         self._binaries: dict[str, Candidate] = {}
-        self._sound: set[Candidate] = set()
-        self._peers: list[Record] = []
         self._history: list[float] = []  # best microseconds after each trial
         self._spent_measuring: list[float] = []
         self._promises: dict[Candidate, float] = {}  # of what is compiled, as shares of the best
@@ -123,15 +110,34 @@ class Search:
             )
         )
         reason = self._stop_reason()
-        if reason is None or not self._is_settled():
+        if reason is None or not self._ledger.is_settled():
             self.on_event(Staged(stage="starting", message="starting the measuring process"))
             self.measurer.open(self.problem, self.device, self.seed)
             try:
                 reason = self._search() if reason is None else reason
             finally:
                 self.leftovers.update(list(self._compiling))
-            self._settle()
-        outcome = self._outcome(reason)
+            Finals(
+                ledger=self._ledger,
+                measurer=self.measurer,
+                default=self._default,
+                estimate=self._estimate,
+                seed=self.seed,
+                on_event=self.on_event,
+            ).settle()
+        outcome = Outcome(
+            problem=self.problem,
+            device=self.device,
+            winner=winner_of(self._ledger),
+            default=self._ledger.latest(self._default),
+            records=tuple(self._ledger.kept),
+            peers=self._ledger.peers(),
+            measured=True,
+            trials=self._trials,
+            skipped=self._skipped,
+            seconds=self.clock.now() - self._began,
+            reason=reason,
+        )
         self.on_event(Ended(outcome=outcome))
         return outcome
 
@@ -140,53 +146,48 @@ class Search:
         self._default = space.default(self.problem, self.device)
         candidates = space.candidates(self.problem, self.device)
         estimates = [cost.estimate(candidate, self.problem, self.device) for candidate in candidates]
-        stored = self.database.records(self.problem, self.device, peers=False)
-        self._landscape = Landscape(candidates, estimates, self._experience())
+        near = self._near()
+        self._landscape = Landscape(candidates, estimates, self._experience(near))
         self._proposals = Proposals(self._landscape, self.seed)
         if not self.force:
-            self._resume([record for record in stored if self._is_current(record) and record.provenance.origin == "local"])
+            self._resume()
         self._proposals.enqueue(self._default, "default")
         lined_up = 0
-        for record in [*self.database.ranked(self.problem, self.device, most=NEAREST), *self._near()]:
+        for record in [*self.database.ranked(self.problem, self.device, most=NEAREST), *(record for record, _ in near)]:
             assert record.candidate is not None
             adapted = space.adapt(record.candidate, self.problem, self.device)
             if adapted is not None and lined_up < NEAREST:
                 lined_up += self._proposals.enqueue(adapted, "nearest")
 
-    def _resume(self, rows: Sequence[Record]) -> None:
+    def _resume(self) -> None:
         """Take over what earlier searches saw: the last row of each candidate counts."""
-        self._rows = list(rows)
-        last = {row.candidate: row for row in rows if row.measurement.status is Status.OK or row.measurement.status in FAILED}
         best = math.inf
-        for candidate, row in last.items():
-            assert candidate is not None
+        for row in self._ledger.resume():
+            assert row.candidate is not None
             resources, median_us = row.measurement.resources, row.measurement.median_us
-            if resources is not None and candidate in self._landscape.index:
-                self._know(candidate, resources)
-            self._proposals.told(candidate, None if median_us is None else 1e-6 * median_us)
-            if row.measurement.status in RAN and not (row.measurement.status is Status.TIMEOUT and resources is None):  # of the compiler
-                best = min(best, median_us or math.inf)
+            if resources is not None and row.candidate in self._landscape.index:
+                self._know(row.candidate, resources)
+            self._proposals.told(row.candidate, None if median_us is None else 1e-6 * median_us)
+            compiled = row.measurement.status is not Status.TIMEOUT or resources is not None  # else the compiler hung
+            if row.measurement.status in RAN and compiled:
+                best = min(best, time_us(row))
                 self._history.append(best)
 
-    def _near(self) -> list[Record]:
-        """Winners of other problems, nearest first, different candidates each."""
+    def _near(self) -> list[tuple[Record, float]]:
+        """Winners of other problems with their distances, nearest first."""
         winners = [record for record in self.database.near(self.problem, self.device.arch) if record.problem != self.problem]
-        far = sorted(((distance(record, self.problem, self.device), record.key, record) for record in winners), key=lambda each: each[:2])
-        return [record for away, _, record in far if away <= FAR]
+        away = [(record, distance(record, self.problem, self.device)) for record in winners]
+        return sorted((each for each in away if each[1] <= FAR), key=lambda each: (each[1], each[0].key))
 
-    def _experience(self) -> list[Experience]:
-        """Measurements of similar problems on this device, by which the surrogate starts wiser."""
-        others = self.database.records(device=self.device, status=Status.OK, peers=False)
-        away = {record.problem: record for record in others if record.problem != self.problem}
-        far = {problem: distance(record, self.problem, self.device) for problem, record in away.items()}
-        nearest = sorted(far, key=far.__getitem__)[:TEACHERS]
-        related = {problem: math.exp(-far[problem] / RELATED) for problem in nearest if far[problem] <= FAR}
+    def _experience(self, near: Sequence[tuple[Record, float]]) -> list[Experience]:
+        """Measurements of the nearest problems on this device, by which the surrogate starts wiser."""
+        here = [(winner.problem, away) for winner, away in near if winner.device.key == self.device.key]
         experience = []
-        for record in others:
-            if record.problem in related and record.candidate is not None and record.measurement.median_us is not None:
-                estimate = cost.estimate(record.candidate, record.problem, self.device, record.measurement.resources)
-                seconds = 1e-6 * record.measurement.median_us
-                experience.append(Experience(record.problem.key, record.candidate, estimate, seconds, related[record.problem]))
+        for problem, away in here[:TEACHERS]:
+            for row in self.database.records(problem, self.device, Status.OK, peers=False):
+                if row.candidate is not None:
+                    estimate = cost.estimate(row.candidate, problem, self.device, row.measurement.resources)
+                    experience.append(Experience(problem.key, row.candidate, estimate, 1e-6 * time_us(row), math.exp(-away / RELATED)))
         return experience
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
@@ -207,7 +208,7 @@ class Search:
                 measuring = self._pick()
                 if measuring is not None:
                     began = self.clock.now()
-                    incumbent = self._incumbent()
+                    incumbent = self._ledger.incumbent()
                     self.measurer.begin(
                         measuring.candidate,
                         None if incumbent is None else incumbent.candidate,
@@ -224,7 +225,7 @@ class Search:
                     measuring = None
 
     def _stop_reason(self) -> str | None:
-        budget, incumbent = self.budget, self._incumbent()
+        budget, incumbent = self.budget, self._ledger.incumbent()
         if self._proposals.left == 0 and not self._compiling and not self._compiled:
             return "every legal candidate is known"
         if budget.trials is not None and self._trials >= budget.trials:
@@ -255,7 +256,7 @@ class Search:
             proposal = self._proposals.ask()
             if proposal is None:
                 return
-            incumbent = self._incumbent()
+            incumbent = self._ledger.incumbent()
             estimate = self._estimate(proposal.candidate)
             if incumbent is not None and estimate.bound_s >= 1e-6 * (incumbent.measurement.median_us or math.inf):
                 self._skip(proposal, f"its bound, {1e6 * estimate.bound_s:.4g} us, cannot beat the best")
@@ -321,37 +322,26 @@ class Search:
         self._proposals.tell(proposal, None if median_us is None else 1e-6 * median_us)
         if ran:
             self._history.append(min(median_us or math.inf, self._history[-1] if self._history else math.inf))
-        self._keep(proposal.candidate, measurement)
-        self._say(proposal)
+        self._say(proposal, self._keep(proposal.candidate, measurement))
 
     def _skip(self, proposal: Proposal, message: str, double: Candidate | None = None) -> None:
         """Keep a row that a proposal is not worth measuring. What is known of a double holds for it, too."""
-        known = next((row for row in reversed(self._rows) if double is not None and row.candidate == double), None)
+        known = None if double is None else self._ledger.latest(double)
         median_us = None if known is None else known.measurement.median_us
         self._proposals.tell(proposal, None if median_us is None else 1e-6 * median_us, bad=False)
         self._skipped += 1
         if self._skipped <= MOST_SKIPPED:
-            self._keep(proposal.candidate, Measurement(status=Status.SKIPPED, message=message))
-            self._say(proposal)
+            self._say(proposal, self._keep(proposal.candidate, Measurement(status=Status.SKIPPED, message=message)))
 
-    def _keep(self, candidate: Candidate, measurement: Measurement) -> None:
-        record = self._record(measurement, candidate=candidate, estimate=self._estimate(candidate), source_sha256=_source(candidate))
-        self._rows.append(record)
-        self._store([record])
+    def _keep(self, candidate: Candidate, measurement: Measurement) -> Record:
+        self._ledger.gpu = self.measurer.gpu
+        return self._ledger.keep(candidate, measurement, self._estimate(candidate))
 
-    def _store(self, records: Sequence[Record]) -> None:
-        self._records.extend(records)
-        self.database.add(records)
-
-    def _record(self, measurement: Measurement, **what: object) -> Record:
-        where = provenance.now(replace(self.here(), gpu=self.measurer.gpu))
-        return Record(problem=self.problem, device=self.device, measurement=measurement, provenance=where, **what)  # type: ignore[arg-type]
-
-    def _say(self, proposal: Proposal) -> None:
-        incumbent, default = self._incumbent(), self._latest(self._default)
+    def _say(self, proposal: Proposal, row: Record) -> None:
+        incumbent, default = self._ledger.incumbent(), self._ledger.latest(self._default)
         self.on_event(
             Tried(
-                record=self._rows[-1],
+                record=row,
                 source=proposal.source,
                 trials=self._trials,
                 of_trials=self.budget.trials,
@@ -382,141 +372,9 @@ class Search:
     def _estimate(self, candidate: Candidate) -> Estimate:
         return self._landscape.estimates[self._landscape.index[candidate]]
 
-    # ---- what is known -----------------------------------------------------------------------------------------------
-
     @property
     def _trials(self) -> int:
         return len(self._history)
-
-    def _latest(self, candidate: Candidate) -> Record | None:
-        """The last row of a candidate that was tried."""
-        rows = (row for row in reversed(self._rows) if row.candidate == candidate)
-        return next((row for row in rows if row.measurement.status not in UNTRIED), None)
-
-    def _standing(self) -> list[Record]:
-        """The last rows of all candidates whose last row is a measured time, fastest first."""
-        last = {row.candidate: row for row in self._rows if row.measurement.status not in UNTRIED}
-        sound = [row for row in last.values() if row.measurement.status is Status.OK]
-        return sorted(sound, key=lambda row: row.measurement.median_us or math.inf)
-
-    def _incumbent(self) -> Record | None:
-        return next(iter(self._standing()), None)
-
-    def _is_current(self, record: Record) -> bool:
-        """The row tells of today's generated source, compiled by this release of Triton."""
-        return (
-            record.candidate is not None
-            and record.source_sha256 == _source(record.candidate)
-            and record.provenance.triton.split(".")[:2] == self.here().triton.split(".")[:2]
-        )
-
-    def _is_settled(self) -> bool:
-        """An earlier search has compared its finalists, and nothing was measured since: its newest time is a second one."""
-        rows = [row for row in self._rows if row.measurement.status is Status.OK]
-        return bool(rows) and any(row.candidate == rows[-1].candidate for row in rows[:-1]) and self._winner() is not None
-
-    # ---- who wins ----------------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """Compare the finalists on fresh samples and validate the winner.
-
-        The fastest of many trials was partly lucky, so its time counts no more: finalists, default and peers are measured once
-        more, together. Whoever looks faster than the winner by its old time becomes a finalist, too, so that the database, which
-        knows only rows, names the same winner.
-        """
-        self._validate()
-        fastest = self._standing()[:FINALISTS]
-        near_us = FINALIST_RATIO * (fastest[0].measurement.median_us or math.inf)
-        compared = self._compare([row.candidate for row in fastest if (row.measurement.median_us or math.inf) <= near_us], peers=True)
-        for _ in range(MOST_DECISIONS):
-            self._validate()
-            winner = self._winner()
-            if winner is None or winner.candidate in compared:
-                return
-            best = next((row.candidate for row in self._standing() if row.candidate in compared), None)
-            compared |= self._compare([winner.candidate, best], peers=False)
-
-    def _compare(self, candidates: Sequence[Candidate | None], *, peers: bool) -> set[Candidate]:
-        """Measure these and the default together, on fresh samples; gives them. Where that fails the old times stand."""
-        default = self._latest(self._default)
-        sound = default is not None and default.measurement.status is Status.OK
-        finalists = list(dict.fromkeys(each for each in (*candidates, self._default if sound else None) if each is not None))
-        reference = self._default if sound else finalists[0]
-        known = self._latest(reference)
-        assert known is not None and known.measurement.median_us is not None
-        self.on_event(Staged(stage="deciding", message=f"{len(finalists)} finalists are measured together"))
-        request = Decide(candidates=tuple(finalists), reference=reference, reference_us=known.measurement.median_us, peers=peers)
-        try:
-            decision = self.measurer.decide(request)
-        except LaunchError as error:
-            log.warning("%s; the times of the trials stand", error)
-            return set(finalists)
-        for candidate, measurement in zip(finalists, decision.candidates):
-            before = self._latest(candidate)
-            assert before is not None
-            self._keep(candidate, replace(measurement, error=before.measurement.error, tolerance=before.measurement.tolerance))
-        rows = [self._record(measurement, peer=peer) for peer, measurement in decision.peers]
-        self._peers += rows
-        self._store(rows)
-        return set(finalists)
-
-    def _validate(self) -> None:
-        """Stress the winner until one passes; those that do not are wrong. Raises NoWinnerError."""
-        while True:
-            winner = self._winner()
-            if winner is None or winner.candidate is None:
-                raise NoWinnerError(f"no candidate gave a right and measured result for {self.problem}: {self._reasons()}")
-            if winner.candidate in self._sound:
-                return
-            self.on_event(Staged(stage="validating", message=f"{winner.candidate} on other inputs, in another process"))
-            fault = self.measurer.stress(winner.candidate, self.seed + 1000)
-            if fault is None:
-                self._sound.add(winner.candidate)
-                return
-            log.warning("%s was the fastest, but %s", winner.candidate, fault.message)
-            self._keep(winner.candidate, replace(fault, resources=winner.measurement.resources))
-
-    def _winner(self) -> Record | None:
-        """By the database's rules, among rows of today's sources and of this machine."""
-        return next(
-            (row for row in self.database.ranked(self.problem, self.device) if self._is_current(row) and row.candidate in self._mine), None
-        )
-
-    @property
-    def _mine(self) -> set[Candidate | None]:
-        return {row.candidate for row in self._rows if row.measurement.status is Status.OK}
-
-    def _reasons(self) -> str:
-        failed = (row.measurement for row in self._rows if row.measurement.status in FAILED)
-        counts = Counter(f"{measurement.status.value} ({measurement.message[:200]})" for measurement in failed)
-        return "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(5)) or "none was tried"
-
-    def _outcome(self, reason: str) -> Outcome:
-        winner = self._winner()
-        if winner is None:
-            raise NoWinnerError(f"no candidate gave a right and measured result for {self.problem}: {self._reasons()}")
-        return Outcome(
-            problem=self.problem,
-            device=self.device,
-            winner=winner,
-            default=self._latest(self._default),
-            records=tuple(self._records),
-            peers=tuple(self._peers) or self._stored_peers(),
-            measured=True,
-            trials=self._trials,
-            skipped=self._skipped,
-            seconds=self.clock.now() - self._began,
-            reason=reason,
-        )
-
-    def _stored_peers(self) -> tuple[Record, ...]:
-        """The newest row of each peer."""
-        rows = self.database.records(self.problem, self.device, Status.OK, peers=True)
-        return tuple({row.peer.name: row for row in rows if row.peer is not None}.values())
-
-
-def _source(candidate: Candidate) -> str:
-    return render(candidate.variant).sha256
 
 
 def build_status(error: BuildError) -> Status:

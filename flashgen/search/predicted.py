@@ -13,9 +13,9 @@ from flashgen.database import Database
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, BuildError, NoWinnerError
 from flashgen.problem import Problem
-from flashgen.record import Estimate, Measurement, Record, Status
-from flashgen.render import render
-from flashgen.search import numerics, provenance
+from flashgen.record import Measurement, Record, Status
+from flashgen.search import numerics
+from flashgen.search.ledger import Ledger
 from flashgen.search.loop import Compiler, build_status
 from flashgen.search.outcome import Budget, Ended, Listener, Outcome, Staged, Started, Tried
 from flashgen.search.proposals import Landscape, Proposals
@@ -58,6 +58,7 @@ def predict(
     on_event(Staged(stage="predicting", message=f"nothing is measured: {device.name} is not here"))
     proposals = Proposals(Landscape(candidates, list(estimates.values())), seed)
     proposals.enqueue(default, "default")
+    ledger = Ledger(problem, device, database)
     rows: dict[Candidate, Record] = {}
     asked = 0
     while (wanted := top - sum(row.measurement.status is Status.PREDICTED for row in rows.values())) > 0 and asked < MOST_FAILURES * top:
@@ -77,7 +78,7 @@ def predict(
             else:
                 estimates[candidate] = cost.estimate(candidate, problem, device, result)
                 measurement = Measurement(status=Status.PREDICTED, resources=result, message="compiled, never run on the device")
-            rows[candidate] = _row(problem, device, candidate, estimates[candidate], measurement)
+            rows[candidate] = ledger.record(candidate, measurement, estimates[candidate])
             best = _best(rows)
             on_event(
                 Tried(
@@ -142,18 +143,6 @@ def _verdicts(check: Numerics, ranked: Sequence[Candidate], problem: Problem, de
     wrong = sum(bool(verdict) for verdict in verdicts.values())
     checked = f"Kernels checked in Triton's interpreter on {numerics.sibling(problem)}: {len(verdicts)}"
     return verdicts, f"{checked}, {wrong} of them wrong." if wrong else f"{checked}, all right."
-
-
-def _row(problem: Problem, device: Device, candidate: Candidate, estimate: Estimate, measurement: Measurement) -> Record:
-    return Record(
-        problem=problem,
-        device=device,
-        candidate=candidate,
-        estimate=estimate,
-        measurement=measurement,
-        provenance=provenance.now(provenance.here()),
-        source_sha256=render(candidate.variant).sha256,
-    )
 
 
 def _best(rows: dict[Candidate, Record]) -> Record | None:

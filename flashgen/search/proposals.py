@@ -140,7 +140,9 @@ class ModelSampler(BaseSampler):
         return dict(self._landscape.distributions)
 
     def sample_relative(self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]) -> dict[str, Any]:
-        """The knobs of the candidate with the largest expected improvement."""
+        """The knobs of the candidate with the largest expected improvement; none where the trial was enqueued, and so has its own."""
+        if "fixed_params" in trial.system_attrs:
+            return {}
         seconds, failed, pending = _sorted_trials(study, self._landscape, trial.number)
         posterior, best = self._landscape.posterior(seconds, failed, pending)
         gain = posterior.improvement(best)
