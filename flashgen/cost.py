@@ -1,10 +1,11 @@
 """Candidate -> Estimate: what a kernel does to every unit of the device, and how long that may take.
 
 The model follows one program through its blocks of keys. For one block every unit of an SM has a number of cycles: tensor cores,
-exponentials, instruction issue, shared memory, and the SM's share of L2. A program waits for its first product before its softmax, so
-alone it needs the sum of tensor and softmax time; other warps and other programs on the SM fill the gaps, until the busiest unit is
-the limit. Blocks add up to tiles, tiles to waves with an uneven end, and DRAM runs beside all of it. Only the constants in
-`Calibration` are fitted; everything else is counted. See Estimate for what the results may be used for.
+exponentials, instruction issue, shared memory, and the SM's share of L2. A program waits for its first product before its softmax,
+and for its tiles where no pipeline fetches them in time, so alone it needs the sum of all that. Several programs on an SM fill each
+other's waits, and only meet where two want the same unit at the same time, until the busiest unit is the limit. Blocks add up to
+tiles, tiles to waves with an uneven end, and DRAM runs beside all of it. Only the constants in `Calibration` are fitted; everything
+else is counted. See Estimate for what the results may be used for.
 """
 
 import heapq
@@ -23,37 +24,43 @@ from flashgen.record import Estimate, Resources
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """The fitted constants. Cycles are those of one SM, instructions those that one warp issues."""
+    """The fitted constants. Cycles are those of one SM, instructions those that one warp issues.
+
+    Fitted to 215 kernels of head dims 64, 128 and 256, full and causal, over 1k to 16k keys, on an H200 (Triton 3.6, 2026-11-29):
+    median error 6 %; fitted to three of the four problems, 7 to 9 % on the fourth. Rates without that note are of other measurements.
+    """
 
     clock: float = 0.93  # sustained clock under load, of boost_hz
-    tensor_rate: float = 0.88  # of the peak at that clock: a large bf16 product ran at 769-798 of 989 TFLOP/s on an H200
+    tensor_rate: float = 0.95  # of the peak at that clock, while a product runs
     mma_sync_rate: float = 0.62  # of the peak, for mma.sync where the peak needs warpgroup products (Hopper)
     fma_rate: float = 0.35  # of the peak, for fp32 products on the ordinary cores, whose operands come through shared memory
-    l2_rate: float = 0.95  # of l2_bytes_per_s
+    l2_rate: float = 1.9  # of l2_bytes_per_s: 64 bytes a clock and SM; tiles that SMs ask for in step are read once for several
     dram_rate: float = 0.88  # of dram_bytes_per_s: a copy ran at 4.3 of 4.8 TB/s on an H200
     l2_share: float = 0.5  # of L2 that holds K and V for re-use: it is two partitions, and other data passes through
 
-    issue_per_score: float = 3.4  # softmax: scale, maximum, exponent, sum, conversion (SASS of a Hopper kernel, d 64 to 256)
-    issue_per_output: float = 1.0  # rescale of one accumulator
-    issue_per_cut_score: float = 2.5  # compare and select where the mask cuts
-    issue_per_block: float = 110.0  # loop, barriers, waits
-    issue_per_row: float = 4.0  # running maximum and sum
-    issue_per_copy: float = 2.5  # instructions for 512 bytes (16 a thread) where pointers, not TMA, load a tile
+    issue_per_score: float = 2.1  # softmax beside the exponent: scale, maximum, sum, conversion
+    issue_per_output: float = 1.35  # rescale of one accumulator
+    issue_per_cut_score: float = 6.5  # scale, compare and select where every score is masked
+    issue_per_block: float = 65.0  # of each warp: loop, barriers, waits
+    issue_per_row: float = 3.5  # running maximum and sum
+    issue_per_copy: float = 13.0  # for 512 bytes (16 a thread) where pointers, not TMA, load a tile: addresses, bounds, copy
 
-    block_latency: float = 300.0  # cycles of one block that nothing of the same warps covers: barriers, reductions, first product
-    load_latency: float = 800.0  # cycles from asking for a tile to having it
-    tile_latency: float = 2600.0  # cycles of a tile outside its loop: start, Q, the first K and V, division, output
-    persistent_latency: float = 2300.0  # the same in a persistent program, which need not be started anew
+    block_latency: float = 70.0  # cycles of one block that nothing of the same program covers: barriers, reductions
+    load_latency: float = 740.0  # cycles from asking for a tile to having it: with one stage a block waits for K, then for V
+    drain_latency: float = 520.0  # cycles of a block with two stages: a tile is only asked for when the last product has let go of it
+    tile_latency: float = 3850.0  # cycles of a tile outside its loop: start, Q, the first K and V, division, output
     loop_latency: float = 600.0  # filling the pipeline again where cut blocks have a loop of their own
     launch_s: float = 2.5e-6  # start and end of a kernel
+    overlap_warps: float = 0.16  # of what another program would, four more warps of the same one fill its waits: they share barriers
 
-    overlap_programs: float = 0.5  # how well another program on the SM fills a waiting program's gaps
-    overlap_warps: float = 0.2  # how well four more warps of the same program do
-    softness: float = 6.0  # exponent with which nearly equal limits add up (infinite: a pure maximum)
-
-    registers: int = 36  # of a thread, beside accumulators, scores and probabilities
-    registers_pointer: int = 44  # more, for addresses, where pointers load the tiles
-    issue_per_spilled_byte: float = 0.5  # a block: a store and a load for 4 bytes
+    registers: int = 15  # of a thread, beside accumulators, scores and probabilities
+    registers_pipeline: int = 18  # more, with more than one stage or a mask
+    registers_mask: int = 6  # more, with a mask
+    registers_pointer: int = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
+    spill_wait: float = 500.0  # cycles of a block in whose loop registers spill: products no longer follow each other without a wait
+    spill_free: float = 60.0  # spilled bytes that cost nothing: they lie outside the loop
+    spill_free_pointer: float = 500.0  # more of them where pointers load the tiles: addresses
+    spill_latency: float = 6.5  # cycles of a block for each byte beyond
 
 
 CALIBRATION = Calibration()
@@ -78,12 +85,12 @@ def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = N
     """Shared memory that the kernel will ask for, as Triton 3.6 to 3.9 lay it out; without a device as for Hopper.
 
     Q stays for the whole loop; K and V have num_stages buffers each, or one less where products read registers (mma.sync) and a tile
-    is free once it was read. With one stage V takes K's place. Found by compiling for sm_80 and sm_90a; exact to about 1 KiB.
+    is free once it was read. With one stage V takes K's place. Found by compiling for sm_80 and sm_90a; exact to about 128 bytes.
     """
     config, size = candidate.config, problem.itemsize
     k_bytes = config.block_n * tile_dim(problem.head_dim_qk) * size
     v_bytes = config.block_n * tile_dim(problem.head_dim_v) * size
-    total = config.block_m * tile_dim(problem.head_dim_qk) * size
+    total = q_bytes = config.block_m * tile_dim(problem.head_dim_qk) * size
     capability = 90 if device is None else device.capability
     from_smem = _warpgroups(candidate, problem, capability)
     if config.num_stages == 1:
@@ -95,16 +102,10 @@ def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = N
     elif not from_smem and config.num_warps > 1 and (capability >= 90 or tile_dim(problem.head_dim_v) > 128):
         total += config.block_m * config.block_n * size
     if candidate.variant.load == "tma":
-        total += 1024  # barriers, and alignment of the tiles
+        # Barriers come last, or before tiles that are aligned to 1024 bytes if K (or with one stage V) has more room than Q.
+        tiles_bytes = max(k_bytes, v_bytes) if config.num_stages == 1 else config.num_stages * k_bytes
+        total += 1024 if tiles_bytes > q_bytes else 16 * config.num_stages
     return total
-
-
-def registers_held(candidate: Candidate, problem: Problem) -> float:
-    """Registers a thread that one block cannot do without: accumulators, scores, and probabilities in the inputs' type."""
-    config = candidate.config
-    scores = config.block_m * config.block_n
-    probabilities = scores * problem.itemsize / 4
-    return (config.block_m * tile_dim(problem.head_dim_v) + scores + probabilities) / (32 * config.num_warps)
 
 
 def register_limit(candidate: Candidate, device: Device) -> int:
@@ -113,14 +114,42 @@ def register_limit(candidate: Candidate, device: Device) -> int:
     return min(255, device.registers_per_sm // threads // 8 * 8, candidate.config.maxnreg or 255)
 
 
-def registers(candidate: Candidate, problem: Problem, device: Device, calibration: Calibration = CALIBRATION) -> float:
-    """Registers a thread that the compiler would like, guessed; beyond `register_limit` they spill."""
-    wanted = registers_held(candidate, problem) + calibration.registers
+def guess(candidate: Candidate, problem: Problem, device: Device, calibration: Calibration = CALIBRATION) -> Resources:
+    """What the compiler may say of this kernel. For 16-bit elements by TMA, registers are mostly right to 10 and spills to a factor of 2.
+
+    A thread holds its accumulators, its scores, and the probabilities in the inputs' type; in need, half of these take the place of
+    scores. A register that is still missing is spilled about twice.
+    """
+    config, size = candidate.config, problem.itemsize
+    threads = 32 * config.num_warps
+    scores = config.block_m * config.block_n / threads
+    probabilities = scores * size / 4
+    wanted = config.block_m * tile_dim(problem.head_dim_v) / threads + scores + probabilities + calibration.registers
+    masked = candidate.variant.mask != "full"
+    if config.num_stages > 1 or masked:
+        wanted += calibration.registers_pipeline
+    if masked:
+        wanted += calibration.registers_mask
     if candidate.variant.load == "pointer":
-        wanted += calibration.registers_pointer
+        wanted += calibration.registers_pointer + config.block_n * tile_dim(problem.head_dim_qk) / threads
     if not uses_warpgroups(candidate, problem, device):
-        wanted += candidate.config.block_m * tile_dim(problem.head_dim_qk) * problem.itemsize / 4 / (32 * candidate.config.num_warps)
-    return wanted * 1.5 if problem.itemsize == 4 else wanted  # ordinary cores take both operands from registers
+        wanted += config.block_m * tile_dim(problem.head_dim_qk) * size / 4 / threads  # Q
+    least = wanted - probabilities / 2
+    if size == 4:  # ordinary cores take both operands from registers
+        wanted, least = wanted * 1.5, least * 1.5
+    limit = register_limit(candidate, device)
+    return Resources(
+        registers=max(1, math.ceil(min(wanted, limit))),
+        spill_bytes=math.ceil(8 * max(0.0, least - limit)),
+        smem_bytes=smem_bytes(candidate, problem, device),
+        binary_sha256="",
+    )
+
+
+def costly_spill(candidate: Candidate, spill_bytes: float, calibration: Calibration = CALIBRATION) -> float:
+    """Spilled bytes that the loop pays for: the first ones are values that it hardly needs."""
+    free = calibration.spill_free + (calibration.spill_free_pointer if candidate.variant.load == "pointer" else 0.0)
+    return max(0.0, spill_bytes - free)
 
 
 def programs_per_sm(num_warps: int, registers_per_thread: float, smem: int, device: Device) -> int:
@@ -185,18 +214,20 @@ _KEYS_OF_A_TILE = 96
 
 
 @lru_cache(maxsize=16384)
-def unevenness(problem: Problem, block_m: int, longest_first: bool, head_group: int, slots: int, persistent: bool) -> float:
-    """Time of the busiest of `slots` programs at a time, relative to the mean: 1 is a perfect balance.
+def unevenness(
+    problem: Problem, block_m: int, longest_first: bool, head_group: int, num_sms: int, programs: int, persistent: bool
+) -> tuple[float, float]:
+    """Time of the busiest program, and of the busiest SM of `programs` each, relative to the mean: 1 is a perfect balance.
 
-    Tiles go to the next free slot in launch order, or in turn if persistent. Only so many tiles are simulated as decide the outcome:
-    the last ones of a grid, which decide how it ends, or the first of a persistent one, whose imbalance repeats.
+    Tiles go to the next free program in launch order, or in turn if persistent. Only so many tiles are simulated as decide the
+    outcome: the last ones of a grid, which decide how it ends, or the first of a persistent one, whose imbalance repeats.
     """
     heads = problem.batch * problem.heads_q
     row_blocks = -(-problem.seqlen_q // block_m)
-    tiles = heads * row_blocks
+    tiles, slots = heads * row_blocks, num_sms * programs
     weights = [span + _KEYS_OF_A_TILE for span in walk(problem, block_m, block_m).spans]
     if len(weights) == 1 or max(weights) == min(weights):
-        return math.ceil(tiles / slots) * slots / tiles
+        return math.ceil(tiles / slots) * slots / tiles, math.ceil(tiles / num_sms) * num_sms / tiles
     if longest_first:
         weights.reverse()
     groups = [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
@@ -205,19 +236,23 @@ def unevenness(problem: Problem, block_m: int, longest_first: bool, head_group: 
         return (weight for here in groups for weight in weights for _ in range(here))
 
     if persistent:
-        first = list(itertools.islice(in_order(groups), 16 * slots))
-        loads = [sum(first[slot::slots]) for slot in range(min(slots, len(first)))]
-        return max(loads) * slots / sum(loads)
+        first = list(itertools.islice(in_order(groups), 32 * slots))
+        loads = [sum(first[slot::slots]) for slot in range(slots)]
+        sms = [sum(loads[sm::num_sms]) for sm in range(num_sms)]
+        return max(loads) * slots / sum(loads), max(sms) * num_sms / sum(loads)
     total = sum(weights) * heads
     tail: list[int] = []
     while groups and len(tail) < 6 * slots:
         tail = [*in_order([groups.pop()]), *tail]
-    tail = tail[-(8 * slots) :]
-    begun = (total - sum(tail)) / slots
-    free = [begun] * slots
-    for weight in tail:
-        heapq.heapreplace(free, free[0] + weight)
-    return max(free) * slots / total
+
+    def end(slots: int) -> float:
+        last = tail[-(8 * slots) :]
+        free = [(total - sum(last)) / slots] * slots
+        for weight in last:
+            heapq.heapreplace(free, free[0] + weight)
+        return max(free) * slots / total
+
+    return end(slots), end(num_sms)
 
 
 def estimate(
@@ -247,77 +282,80 @@ def estimate(
 
     # Programs on an SM at one time.
     if resources is None:
-        limit = register_limit(candidate, device)
-        wanted = registers(candidate, problem, device, fitted)
-        used, smem = min(wanted, limit), smem_bytes(candidate, problem, device)
-        spilled_bytes = 4 * max(0.0, wanted - limit)
-    else:
-        used, smem, spilled_bytes = float(max(1, resources.registers)), resources.smem_bytes, float(resources.spill_bytes)
-    resident = max(1, programs_per_sm(num_warps, used, smem, device))
+        resources = guess(candidate, problem, device, fitted)
+    resident = max(1, programs_per_sm(num_warps, max(1, resources.registers), resources.smem_bytes, device))
     programs = min(resident, math.ceil(tiles / device.num_sms))
     slots = device.num_sms * programs
 
-    # Cycles of an SM for one block of one program, unit by unit.
-    hz = device.boost_hz * fitted.clock
-    block_flops = 2.0 * block_m * block_n * (dim_qk + dim_v)
-    if problem.itemsize == 4:
+    # Cycles of an SM for one block of one program, unit by unit. Each group of 64 rows (warpgroup products) or 16 rows a warp
+    # (mma.sync) reads K and V once; warpgroups read Q again each time, which makes narrow blocks wait for shared memory.
+    hz, size = device.boost_hz * fitted.clock, problem.itemsize
+    scores = block_m * block_n
+    if size == 4:
         rate = fitted.fma_rate
     elif not warpgroups and 90 <= device.capability < 120:
         rate = fitted.mma_sync_rate * fitted.tensor_rate
     else:
         rate = fitted.tensor_rate
-    tensor = block_flops / (device.flops_per_s(problem.dtype) / device.num_sms / device.boost_hz * rate)
-    scores = block_m * block_n
+    flops_per_cycle = device.flops_per_s(problem.dtype) / device.num_sms / device.boost_hz * rate
+    readers = max(1, block_m // 64) if warpgroups else num_warps
+    read_first = (readers * block_n + (block_m if warpgroups else 0)) * dim_qk * size
+    read_second = readers * block_n * dim_v * size
+    tensor = max(2.0 * scores * dim_qk / flops_per_cycle, read_first / device.smem_bytes_per_clock)
+    tensor += max(2.0 * scores * dim_v / flops_per_cycle, read_second / device.smem_bytes_per_clock)
     exp = (scores + block_m) / device.exp_per_clock
-    tile_bytes = block_n * (dim_qk + dim_v) * problem.itemsize
+    tile_bytes = block_n * (dim_qk + dim_v) * size
+    smem_moved = tile_bytes + read_first + read_second
+    loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size
     issue = (
         scores * fitted.issue_per_score / 32
         + block_m * dim_v * fitted.issue_per_output / 32
         + block_m * fitted.issue_per_row
         + num_warps * fitted.issue_per_block
-        + num_warps * spilled_bytes * fitted.issue_per_spilled_byte
-    )
-    if variant.load == "pointer":
-        issue += tile_bytes / 512 * fitted.issue_per_copy
-    issue /= 4
+        + (tile_bytes / 512 * fitted.issue_per_copy if variant.load == "pointer" else 0.0)
+    ) / 4
     cut_issue = scores * fitted.issue_per_cut_score / 32 / 4
-    # Each group of 64 rows (warpgroup products) or 16 rows a warp (mma.sync) reads K and V once; warpgroups read Q again each time.
-    readers = max(1, block_m // 64) if warpgroups else num_warps
-    smem_moved = tile_bytes * (1 + readers) + (block_m * dim_qk * problem.itemsize if warpgroups else 0)
-    smem_cycles = smem_moved / device.smem_bytes_per_clock
-    loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
-    l2 = loaded_bytes / (device.l2_bytes_per_s * fitted.l2_rate / device.num_sms / hz)
+    units = {
+        "tensor": tensor,
+        "exp": exp,
+        "issue": issue,
+        "smem": smem_moved / device.smem_bytes_per_clock,
+        "l2": loaded_bytes / (device.l2_bytes_per_s * fitted.l2_rate / device.num_sms / hz),
+    }
 
-    # Alone, a program waits for its first product and at barriers, and with less than 4 warps leaves parts of the SM idle; and it
-    # waits for tiles, which are asked for stages - 1 blocks ahead.
-    parts = 4 / min(4, num_warps)
-    cut_wait = (max(exp, issue + cut_issue) - max(exp, issue)) * parts
-    alone = (tensor + max(exp, issue)) * parts + fitted.block_latency
-    loading = fitted.load_latency + l2
-    alone = max(alone, loading / (stages - 1)) if stages > 1 else alone + loading + fitted.load_latency
-    units = {"tensor": tensor, "exp": exp, "issue": issue, "smem": smem_cycles, "l2": l2}
-    block = _cycles(fitted, units, alone, programs, num_warps)
-    block_alone = _cycles(fitted, units, alone, 1, num_warps)
-    cut_block = _cycles(fitted, units | {"issue": issue + cut_issue}, alone + cut_wait, programs, num_warps)
+    # What a program waits for in a block while it uses no unit.
+    spilled = costly_spill(candidate, resources.spill_bytes, fitted)
+    wait = fitted.block_latency + fitted.spill_latency * spilled + (fitted.spill_wait if spilled else 0.0)
+    if stages == 1:
+        wait += 2 * fitted.load_latency
+    elif stages == 2:
+        wait += fitted.drain_latency
+    block = _cycles(fitted, units, wait, programs, num_warps)
+    block_alone = _cycles(fitted, units, wait, 1, num_warps)
+    cut_block = _cycles(fitted, units | {"issue": issue + cut_issue}, wait, programs, num_warps)
 
     # From blocks to the kernel.
-    per_tile = (fitted.persistent_latency if config.persistent else fitted.tile_latency) / programs
     reentries = max(0, walked.loops - walked.row_blocks) * heads if variant.masked_apart else 0
-    total = (blocks - masked_blocks) * block + masked_blocks * cut_block + tiles * per_tile + reentries * fitted.loop_latency / programs
+    total = (
+        (blocks - masked_blocks) * block
+        + masked_blocks * cut_block
+        + tiles * fitted.tile_latency / programs
+        + reentries * fitted.loop_latency / programs
+    )
     speed_up = block_alone / (programs * block)  # of a program when it is the last one on its SM
     uneven = _unevenness(candidate, problem, device, programs, tiles, speed_up)
     compute_s = total / device.num_sms * uneven / hz
 
     dram_bytes = float(theory.compulsory_bytes(problem) + _reread_bytes(fitted, candidate, problem, device, slots, walked.row_blocks))
     dram_s = dram_bytes / (device.dram_bytes_per_s * fitted.dram_rate)
-    time_s = max(bound_s, _soft_max(fitted.softness, compute_s, dram_s) + fitted.launch_s)
+    time_s = max(bound_s, max(compute_s, dram_s) + fitted.launch_s)
     seconds = {name: blocks * cycles / device.num_sms / hz for name, cycles in units.items()}
     seconds["issue"] += masked_blocks * cut_issue / device.num_sms / hz
     seconds["dram"] = dram_s
     query_bytes = heads * problem.seqlen_q * problem.head_dim_qk * problem.itemsize
     busiest = max(seconds, key=lambda name: seconds[name])
     return Estimate(
-        flops=block_flops * blocks,
+        flops=2.0 * scores * (dim_qk + dim_v) * blocks,
         dram_bytes=dram_bytes,
         l2_bytes=float(loaded_bytes * blocks + query_bytes + theory.compulsory_write_bytes(problem)),
         smem_bytes=float(smem_moved * blocks),
@@ -335,17 +373,20 @@ def estimate(
     )
 
 
-def _cycles(fitted: Calibration, units: dict[str, float], alone: float, programs: int, num_warps: int) -> float:
-    """Cycles of an SM for one block of one of so many programs: between the busiest unit and one program's uncovered sum."""
-    busy = _soft_max(fitted.softness, *units.values())
-    side_by_side = min(programs, 4 / min(4, num_warps))  # in different parts of the SM
-    helpers = fitted.overlap_programs * (programs / side_by_side - 1) + fitted.overlap_warps * max(0.0, num_warps / 4 - 1)
-    return busy + max(0.0, alone / side_by_side - busy) / (1 + helpers)
+def _cycles(fitted: Calibration, units: dict[str, float], wait: float, programs: int, num_warps: int) -> float:
+    """Cycles of an SM for one block of one of so many programs.
 
-
-def _soft_max(softness: float, *values: float) -> float:
-    most = max(values)
-    return most * sum((value / most) ** softness for value in values) ** (1 / softness) if most > 0 else 0.0
+    A program alone has its products, then its softmax (exponentials and instructions depend on each other), then its waits. With n
+    of them a block takes the nth part; but a program finds a unit busy as often as each of the others uses it, and then waits as
+    long again (mean value analysis for small queues). No block is faster than the busiest unit.
+    """
+    quarters = 4 / min(4, num_warps)  # parts of the SM that the warps leave idle, for other programs to run in side by side
+    side_by_side = min(programs, quarters)
+    used = [units["tensor"] * quarters, (units["exp"] + units["issue"]) * quarters]
+    alone = sum(used) + wait
+    together = programs / side_by_side * (1 + fitted.overlap_warps * max(0.0, num_warps / 4 - 1))
+    met = sum(cycles * cycles for cycles in used) / alone
+    return max(*units.values(), (alone + (together - 1) * met) / together / side_by_side)
 
 
 def _unevenness(candidate: Candidate, problem: Problem, device: Device, programs: int, tiles: int, speed_up: float) -> float:
@@ -358,8 +399,9 @@ def _unevenness(candidate: Candidate, problem: Problem, device: Device, programs
         # Between one program alone and a full SM, a program's time grows evenly.
         share = 0.0 if rest == 0 else speed_up + (1 - speed_up) * (left - 1) / max(1, programs - 1)
         return max(1.0, (full_waves + share) * slots / tiles)
-    by_program = unevenness(problem, config.block_m, variant.longest_first, config.head_group, slots, config.persistent)
-    by_sm = unevenness(problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, False)
+    by_program, by_sm = unevenness(
+        problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, programs, config.persistent
+    )
     return max(1.0, by_sm, 1 + (by_program - 1) * speed_up)
 
 

@@ -199,8 +199,10 @@ def from_properties(
         same_memory = abs(dram_bytes - known.dram_bytes) <= 0.12 * known.dram_bytes
         if (arch, num_sms) == (known.arch, known.num_sms) and same_memory and not _names_another(name, known):
             return known
+    # Of parts of one architecture the faster (GeForce halves fp32 accumulation on sm_86 to sm_120), of unknown ones the fastest known:
+    # bounds that follow from these rates must not be above the truth.
     capability = int(arch.removeprefix("sm_").rstrip("a"))
-    tensor_flops_per_clock = {80: 2048, 86: 512, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 1024}.get(capability, 1024)
+    tensor_flops_per_clock = {80: 2048, 86: 1024, 89: 1024, 90: 4096, 100: 8192, 103: 8192, 120: 2048}.get(capability, 8192)
     fp32_flops_per_clock = 128 if capability == 80 else 256
     return Device(
         name=name,
@@ -213,7 +215,7 @@ def from_properties(
         blocks_per_sm={80: 32, 86: 16, 89: 24}.get(capability, 32),
         l2_bytes=l2_bytes,
         dram_bytes=dram_bytes,
-        dram_bytes_per_s=dram_bytes_per_s or 1e12,
+        dram_bytes_per_s=dram_bytes_per_s or 8e12,  # of a B200
         l2_bytes_per_s=num_sms * 32 * clock_hz,
         tensor_flops_per_s=float(tensor_flops_per_clock) * num_sms * clock_hz,
         fp32_flops_per_s=float(fp32_flops_per_clock) * num_sms * clock_hz,

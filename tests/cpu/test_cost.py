@@ -177,7 +177,38 @@ def test_wasted_parts_of_tiles_count():
 )
 def test_shared_memory_is_what_the_compiler_asks_for(device, load, head_dim, tile, num_warps, num_stages, dtype, reported):
     made = candidate(load=load, block_m=tile[0], block_n=tile[1], num_warps=num_warps, num_stages=num_stages)
-    assert cost.smem_bytes(made, cell(head_dim, dtype=dtype), device) == pytest.approx(reported, abs=1040)
+    assert cost.smem_bytes(made, cell(head_dim, dtype=dtype), device) == pytest.approx(reported, abs=128)
+
+
+# From Triton 3.6.0's compiler for sm_90a, full masks (2026-11-29): registers and spilled bytes.
+@pytest.mark.parametrize(
+    ("load", "head_dim", "tile", "num_warps", "num_stages", "registers", "spilled"),
+    [
+        ("tma", 64, (64, 64), 4, 1, 95, 0),
+        ("tma", 64, (128, 64), 4, 3, 199, 0),
+        ("tma", 64, (128, 128), 4, 2, 255, 0),
+        ("tma", 64, (128, 128), 8, 2, 164, 0),
+        ("pointer", 64, (128, 64), 8, 2, 192, 0),
+        ("tma", 128, (64, 64), 4, 1, 127, 0),
+        ("tma", 128, (64, 128), 4, 1, 181, 0),
+        ("tma", 128, (128, 64), 8, 2, 142, 0),
+        ("tma", 128, (128, 64), 4, 3, 255, 32),
+        ("tma", 128, (128, 128), 4, 2, 255, 800),
+        ("pointer", 128, (128, 64), 4, 3, 255, 800),
+    ],
+)
+def test_registers_and_spills_are_guessed(load, head_dim, tile, num_warps, num_stages, registers, spilled):
+    made = candidate(load=load, block_m=tile[0], block_n=tile[1], num_warps=num_warps, num_stages=num_stages)
+    guess = cost.guess(made, cell(head_dim), H200)
+    assert guess.registers == pytest.approx(registers, abs=45 if load == "pointer" else 12)
+    assert guess.spill_bytes == pytest.approx(spilled, rel=0.5, abs=50)
+    assert (cost.costly_spill(made, guess.spill_bytes) > 100) == (spilled > 100)
+
+
+def test_the_first_spills_cost_nothing():
+    lean, wide = (cost.estimate(candidate(), cell(), H200, resources(spill_bytes=spilled)).time_s for spilled in (0, 24))
+    assert lean == wide
+    assert cost.estimate(candidate(), cell(), H200, resources(spill_bytes=320)).time_s > 1.3 * lean
 
 
 def test_programs_per_sm_by_each_limit():
@@ -194,7 +225,40 @@ def test_compiled_resources_replace_guesses():
     assert two.time_s < one.time_s
 
 
-# Measured on an H200 (128 x 128 by TMA), the rest FlexAttention with its default configurations, which is the same kind of kernel.
+# Measured on an H200 (2026-11-29), microseconds for 16k tokens, with the registers, spilled bytes and shared memory of the kernel.
+MEASURED = [
+    (128, "full", 16384, dict(block_m=64, block_n=64, num_warps=4, num_stages=1, persistent=True), (127, 0, 32776), 4002),
+    (128, "full", 16384, dict(block_m=64, block_n=64, num_warps=4, num_stages=2), (141, 0, 99328), 4530),
+    (128, "full", 16384, dict(block_n=64, num_stages=4), (148, 0, 197632), 4588),
+    (128, "full", 16384, dict(block_n=64, num_warps=4, num_stages=1), (254, 0, 49160), 4619),
+    (128, "full", 16384, dict(block_n=32, num_stages=3), (123, 0, 114744), 4940),
+    (128, "full", 16384, dict(block_n=64, num_stages=2), (144, 0, 131104), 6278),
+    (128, "full", 16384, dict(block_n=16, num_stages=3), (115, 0, 90168), 7692),
+    (128, "full", 16384, dict(block_n=64, num_stages=1), (130, 0, 49160), 8423),
+    (128, "full", 16384, dict(num_warps=4, num_stages=2, persistent=True), (255, 800, 197632), 13345),
+    (64, "full", 1024, dict(block_n=64, num_warps=4), (199, 0, 82944), 378),
+    (64, "full", 1024, dict(num_warps=4, num_stages=2), (255, 0, 99328), 384),
+    (64, "full", 1024, dict(block_m=64, block_n=64, num_warps=4, num_stages=1), (95, 0, 16392), 432),
+    (64, "full", 1024, dict(num_stages=2, persistent=True), (164, 0, 99328), 518),
+    (64, "full", 1024, dict(block_n=16, num_stages=4), (79, 0, 49216), 741),
+    (256, "causal", 8192, dict(block_m=64, block_n=64, num_warps=4, num_stages=1, longest_first=True, head_group=4), (209, 0, 65544), 1194),
+    (256, "causal", 8192, dict(num_stages=1, longest_first=True, head_group=2), (255, 32, 131080), 1174),
+    (256, "causal", 8192, dict(block_n=16, longest_first=True, head_group=2), (205, 0, 180280), 2040),
+    (128, "causal", 4096, dict(num_stages=2, longest_first=True, head_group=16), (219, 0, 197632), 683),
+    (128, "causal", 4096, dict(num_stages=2, longest_first=True, head_group=4, persistent=True), (219, 0, 197632), 1025),
+    (128, "causal", 4096, dict(block_n=64, num_stages=1, head_group=2), (146, 0, 49160), 1083),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "mask", "seqlen", "numbers", "compiled", "measured_us"), MEASURED)
+def test_known_kernels_come_out_near_their_measured_time(head_dim, mask, seqlen, numbers, compiled, measured_us):
+    registers, spilled, smem = compiled
+    made = candidate(mask=mask, **numbers)
+    estimate = cost.estimate(made, cell(head_dim, mask, seqlen), H200, resources(registers, spilled, smem))
+    assert estimate.time_s * 1e6 == pytest.approx(measured_us, rel=0.2)
+
+
+# TFLOP/s over 8k keys: ours by TMA, the rest FlexAttention's default configurations, whose kernels do not spill (H200, 2026-11-29).
 @pytest.mark.parametrize(
     ("head_dim", "mask", "load", "tile", "num_warps", "measured"),
     [
@@ -207,17 +271,19 @@ def test_compiled_resources_replace_guesses():
         (256, "causal", "pointer", (64, 32), 4, 295),
     ],
 )
-def test_known_kernels_come_out_near_their_measured_speed(head_dim, mask, load, tile, num_warps, measured):
+def test_other_kernels_of_the_same_kind_come_out_near_their_measured_speed(head_dim, mask, load, tile, num_warps, measured):
     made = candidate(load=load, mask=mask, block_m=tile[0], block_n=tile[1], num_warps=num_warps)
     problem = cell(head_dim, mask)
-    assert tflops(cost.estimate(made, problem, H200), problem) == pytest.approx(measured, rel=0.2)
+    guess = dataclasses.replace(cost.guess(made, problem, H200), spill_bytes=0)
+    assert tflops(cost.estimate(made, problem, H200, guess), problem) == pytest.approx(measured, rel=0.25)
 
 
 def test_better_choices_rank_first():
     full, causal = cell(), cell(mask="causal", seqlen=2048)
     time_of = lambda problem, **changes: cost.estimate(candidate(**changes), problem, H200).time_s  # noqa: E731
-    assert time_of(full) < time_of(full, block_n=64) < time_of(full, block_n=32)
-    assert time_of(full) < time_of(full, block_m=64, num_warps=4)
+    assert time_of(full) < time_of(full, block_n=32) < time_of(full, block_n=16)
+    small = dict(block_m=64, block_n=64, num_warps=4)  # four programs on an SM hide each other's loads, one alone cannot
+    assert time_of(full, **small, num_stages=1) < time_of(full, block_n=64) < time_of(full, block_n=64, num_stages=2)
     assert time_of(full, num_stages=2) < time_of(full, num_stages=1)
     assert time_of(full, block_n=64) < time_of(full, block_n=64, load="pointer")
     assert time_of(causal, mask="causal", longest_first=True, head_group=16) < time_of(causal, mask="causal")
@@ -236,12 +302,15 @@ def test_heads_that_do_not_fit_l2_are_read_again():
 def test_unevenness_of_a_grid():
     """8 row blocks of 1 to 8 units: longest first ends evenly, in turn it does not."""
     problem = cell(mask="causal", seqlen=1024, batch=1, heads_q=16, heads_kv=16)
-    sorted_end = cost.unevenness(problem, 128, True, 16, 24, False)
-    unsorted_end = cost.unevenness(problem, 128, False, 16, 24, False)
+    sorted_end, _ = cost.unevenness(problem, 128, True, 16, 24, 1, False)
+    unsorted_end, _ = cost.unevenness(problem, 128, False, 16, 24, 1, False)
     assert 1 <= sorted_end < 1.05 < unsorted_end
     # With as many programs as row blocks, each persistent program gets the same row block of every head.
-    assert cost.unevenness(problem, 128, True, 1, 8, True) > 1.6
-    assert cost.unevenness(cell(), 128, False, 1, 132, False) == math.ceil(1024 * 2 / 132) * 132 / (1024 * 2)
+    by_program, by_sm = cost.unevenness(problem, 128, True, 1, 4, 2, True)
+    assert by_program > 1.6
+    assert by_program > by_sm > 1.2  # two programs of an SM share its work
+    waves = math.ceil(1024 * 2 / 132) * 132 / (1024 * 2)
+    assert cost.unevenness(cell(), 128, False, 1, 132, 1, False) == (waves, waves)
 
 
 def test_a_grid_of_whole_waves_is_even():
