@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+import numpy as np
+
 from flashgen import cost, space
 from flashgen.candidate import Candidate
 from flashgen.database import Database
@@ -75,6 +77,7 @@ class Search:
     budget: Budget = field(default_factory=Budget)
     seed: int = 0
     force: bool = False  # measure everything anew, as if the database knew nothing of this problem
+    sample: bool = False  # run a random sample of as many candidates as the budget has trials, and propose nothing
     wide_offsets: bool = False
     on_event: Listener = lambda event: None
     clock: Clock = field(default_factory=Clock)
@@ -152,12 +155,22 @@ class Search:
         if not self.force:
             self._resume()
         self._proposals.enqueue(self._default, "default")
+        if self.sample:
+            self._line_up_sample()
+            return
         lined_up = 0
         for record in [*self.database.ranked(self.problem, self.device, most=NEAREST), *(record for record, _ in near)]:
             assert record.candidate is not None
             adapted = space.adapt(record.candidate, self.problem, self.device)
             if adapted is not None and lined_up < NEAREST:
                 lined_up += self._proposals.enqueue(adapted, "nearest")
+
+    def _line_up_sample(self) -> None:
+        count = len(self._landscape.candidates)
+        wanted = count if self.budget.trials is None else self.budget.trials - self._trials
+        for index in np.random.default_rng(self.seed).permutation(count):
+            if wanted > 0:
+                wanted -= self._proposals.enqueue(self._landscape.candidates[index], "random")
 
     def _resume(self) -> None:
         """Take over what earlier searches saw: the last row of each candidate counts."""
@@ -290,7 +303,7 @@ class Search:
         if self._history == [] and any(each.source == "default" for each in self._compiling.values()):
             return None  # the default comes first: all else is held against it
         for each in self._compiled:
-            if each.source == "nearest":
+            if each.source in ("nearest", "random"):
                 return self._taken(each)
         open_proposals = [*self._compiled, *self._compiling.values()]
         if not self._compiled:

@@ -74,7 +74,7 @@ class Started:
 class Tried:
     """A candidate was run, or turned out not to be worth it; record says how that ended.
 
-    source        where the candidate came from: default, nearest, model (or predicted, where nothing is measured).
+    source        where the candidate came from: default, nearest, model, random (a sample), or predicted where nothing is measured.
     trials        run so far, and of_trials the budget's (None: no limit).
     best_us       the fastest so far, default_us the default's; None while there is none.
     remaining_s   a guess of how long the search will go on at most; None while nothing is known.

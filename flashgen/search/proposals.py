@@ -34,7 +34,7 @@ _MOST_TRIES = 40  # points that a foreign sampler may waste on illegal or known 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A candidate to try, and where it comes from: default, nearest, model or tpe."""
+    """A candidate to try, and where it comes from: default, nearest, model, random, or another sampler."""
 
     number: int  # of the trial in the study
     candidate: Candidate

@@ -1,6 +1,7 @@
 """A Session: searches on one device, one after another; and `tune`, which is one of them."""
 
 from collections import Counter
+from dataclasses import replace
 from types import TracebackType
 
 from flashgen.build import CompilePool
@@ -71,9 +72,16 @@ class Session:
         on_event: Listener | None = None,
         seed: int = 0,
         force: bool = False,
+        sample: bool = False,
     ) -> Outcome:
-        """See `tune`."""
+        """See `tune`.
+
+        sample: run a random sample of the legal candidates, as many as the budget has trials, to judge searches and the model by:
+        see `replay`. The default and all that earlier searches ran are part of it, and only trials and seconds end it.
+        """
         budget = Budget() if budget is None else budget
+        if sample:
+            budget = replace(budget, patience=None, near_bound=None)
         on_event = (lambda event: None) if on_event is None else on_event
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ArgumentError(f"seed is {seed!r}; it must be a whole number of at least 0")
@@ -96,6 +104,7 @@ class Session:
             budget=budget,
             seed=seed,
             force=force,
+            sample=sample,
             leftovers=self._leftovers,
             wide_offsets=_needs_wide_offsets(problem),
             on_event=on_event,

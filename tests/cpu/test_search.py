@@ -313,3 +313,16 @@ def test_leftovers_of_another_search_are_not_mixed_up() -> None:
     outcome = second.run()
     assert outcome.trials == 3 and sum(first.leftovers.values()) >= 0
     assert Status.OK in {row.measurement.status for row in outcome.records}
+
+
+def test_a_random_sample() -> None:
+    """As many as the budget says, drawn from everywhere, also over several runs; searches can then be replayed on them."""
+    world, database = World(seconds=TRUE, workers=16), Database.memory()
+    budget = Budget(trials=20, patience=None, near_bound=None)
+    world.tune(SMALL, database, replace(budget, trials=12), sample=True).run()
+    outcome = world.tune(SMALL, database, budget, sample=True).run()
+    assert outcome.trials == 20 == len(set(world.measured))
+    sources = [event.source for event in world.events if isinstance(event, Tried)]
+    assert sources == ["default"] + ["random"] * 19
+    places = sorted(sorted(LEGAL, key=TRUE).index(each) / len(LEGAL) for each in world.measured)
+    assert places[-1] > 0.75 and 0.3 < sum(places) / len(places) < 0.7
