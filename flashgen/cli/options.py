@@ -21,6 +21,7 @@ PAIRS = {"seqlen": ("seqlen_q", "seqlen_kv"), "heads": ("heads_q", "heads_kv"), 
 STAND_IN = "h200"  # for commands that only reckon, where there is no GPU
 
 
+# No metavar is its option's name in capitals: typer 0.27.0 then takes it for the option's name.
 def _option(help: str, metavar: str = "N[,N...]", panel: str = "Problem", **more: Any) -> Any:
     return typer.Option(metavar=metavar, help=help, show_default=False, rich_help_panel=panel, **more)
 
@@ -41,11 +42,11 @@ class ProblemOptions:
     head_dim_v: Annotated[str | None, _option("Head dim of values, where it differs.")] = None
     batch: Annotated[str | None, _option("Batch size; 1 by default.")] = None
     tokens: Annotated[str | None, _option("Batch x length of queries, instead of --batch.", "N")] = None
-    dtype: Annotated[str | None, _option("bf16 (default), fp16 or fp32; bfloat16, float16, float32.", "DTYPE")] = None
-    mask: Annotated[str | None, _option(f"{', '.join(MASKS)}; full by default.", "MASK")] = None
+    dtype: Annotated[str | None, _option("bf16 (default), fp16 or fp32; bfloat16, float16, float32.", "TYPE")] = None
+    mask: Annotated[str | None, _option(f"{', '.join(MASKS)}; full by default.", "KIND")] = None
     causal: Annotated[bool, typer.Option("--causal", help="Short for --mask causal.", rich_help_panel="Problem")] = False
     window: Annotated[str | None, _option("Keys seen before and after the diagonal; -1 is unbounded.", "LEFT,RIGHT")] = None
-    layout: Annotated[str | None, _option(f"{' or '.join(LAYOUTS)}; bhsd by default.", "LAYOUT")] = None
+    layout: Annotated[str | None, _option(f"{' or '.join(LAYOUTS)}; bhsd by default.", "ORDER")] = None
     return_lse: Annotated[bool, typer.Option("--return-lse", help="Store the log-sum-exp too.", rich_help_panel="Problem")] = False
 
     def problem(self) -> Problem:
