@@ -311,7 +311,15 @@ def _encoder(
     @functools.lru_cache(maxsize=KEPT_MAPS)
     def encode(which: int, address: int) -> Any:
         descriptor = describe(which, _Address(address or somewhere.data_ptr(), dtype))
-        return make_tensordesc_arg(descriptor, layouts[TENSORS[which]], *rest)[0] if encodes else descriptor
+        if not encodes:
+            return descriptor
+        try:
+            return make_tensordesc_arg(descriptor, layouts[TENSORS[which]], *rest)[0]
+        except RuntimeError:
+            # A thread that never used the GPU has no CUDA context yet, and the driver's encoder, unlike a launch, does not bind one.
+            # To record an event does, and is allowed while a graph is captured.
+            torch.cuda.Event().record()
+            return make_tensordesc_arg(descriptor, layouts[TENSORS[which]], *rest)[0]
 
     return encode
 

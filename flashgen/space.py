@@ -297,6 +297,10 @@ def _number_violations(candidate: Candidate, problem: Problem, device: Device) -
         fit_without = cost.programs_per_sm(num_warps, more, smem, device)
         if fit <= fit_without:
             yield "maxnreg", f"a cap of {config.maxnreg} lets {fit} programs onto an SM, without it or with more there fit {fit_without}"
+        # A warpgroup's product holds its whole result: ptxas refuses a cap that leaves less than this beside it (C7602, sm_90a).
+        result = block_m * cost.tile_dim(problem.head_dim_v) // (32 * num_warps)
+        if cost.uses_warpgroups(candidate, problem, device) and config.maxnreg < result + 30:
+            yield "maxnreg", f"a cap of {config.maxnreg} leaves too little beside a result of {result} registers, which needs {result + 30}"
 
 
 def _structure_violations(candidate: Candidate, problem: Problem, device: Device, fixed: Mapping[str, object]) -> Iterator[Violation]:

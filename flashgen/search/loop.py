@@ -91,6 +91,7 @@ class Search:
         self._resources: dict[Candidate, Resources] = {}
         self._binaries: dict[str, Candidate] = {}
         self._history: list[float] = []  # best microseconds after each trial
+        self._measuring_since = math.inf  # when the first trial of this search ended
         self._spent_measuring: list[float] = []
         self._promises: dict[Candidate, float] = {}  # of what is compiled, as shares of the best
         self._skipped = 0
@@ -234,6 +235,7 @@ class Search:
                 measurement = self.measurer.poll(PAUSE_S)
                 if measurement is not None:
                     self._spent_measuring.append(self.clock.now() - began)
+                    self._measuring_since = min(self._measuring_since, self.clock.now())
                     self._tried(measuring, measurement)
                     measuring = None
 
@@ -243,7 +245,7 @@ class Search:
             return "every legal candidate is known"
         if budget.trials is not None and self._trials >= budget.trials:
             return f"the budget of {budget.trials} trials is spent"
-        if budget.seconds is not None and self.clock.now() - self._began >= budget.seconds:
+        if budget.seconds is not None and self.clock.now() - self._measuring_since >= budget.seconds:
             return f"the budget of {budget.seconds:g} s is spent"
         if incumbent is not None and incumbent.measurement.median_us is not None:
             best_s = 1e-6 * incumbent.measurement.median_us
@@ -369,9 +371,8 @@ class Search:
 
     def _remaining_s(self) -> float | None:
         guesses = []
-        elapsed_s = self.clock.now() - self._began
         if self.budget.seconds is not None:
-            guesses.append(self.budget.seconds - elapsed_s)
+            guesses.append(self.budget.seconds - max(0.0, self.clock.now() - self._measuring_since))
         if self.budget.trials is not None and self._spent_measuring:
             per_trial_s = statistics.median(self._spent_measuring[-8:])
             guesses.append((self.budget.trials - self._trials) * per_trial_s)

@@ -19,7 +19,8 @@ class Budget:
     """When a search ends, whichever comes first. None switches a limit off.
 
     trials      candidates that were run on the GPU, those of earlier searches that are resumed included.
-    seconds     of this search. The last trial and the comparison of the finalists (about 2 s) may go beyond.
+    seconds     of this search, from the end of its first trial on: what comes before is the start of compilers and GPU. The last
+                trial and the comparison of the finalists (about 2 s) may go beyond.
     patience    trials in a row that improved the best time by less than 1 % in all.
     near_bound  the best time is so close to the least that the device could take (bound_s / time).
     """

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 from types import TracebackType
 
+from flashgen import dispatch
 from flashgen.build import CompilePool
 from flashgen.candidate import Candidate
 from flashgen.database import Database
@@ -109,7 +110,10 @@ class Session:
             wide_offsets=_needs_wide_offsets(problem),
             on_event=on_event,
         )
-        return search.run()
+        try:
+            return search.run()
+        finally:
+            dispatch.reset()  # calls of this process see the new winner
 
     def close(self) -> None:
         """Ends all processes."""

@@ -89,7 +89,7 @@ def test_a_carried_over_candidate_is_legal_or_none(source, source_device, target
 def test_the_space_is_large_enough_to_search_and_small_enough_to_rank():
     for head_dim, mask, dtype in itertools.product((64, 128, 256), ("full", "causal"), ("bfloat16", "float32")):
         count = len(space.candidates(problem(head_dim_qk=head_dim, head_dim_v=head_dim, mask=mask, dtype=dtype), H200))
-        assert 50 <= count <= (3000 if dtype == "bfloat16" else 4500)
+        assert 40 <= count <= (3000 if dtype == "bfloat16" else 4500)
 
 
 def test_enumeration_is_quick():
