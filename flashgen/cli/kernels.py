@@ -34,8 +34,16 @@ def generate(
     emit: Annotated[
         str, typer.Option(metavar="KIND[,...]", help=f"{', '.join(EMIT)}; all but source are compiled for the device.")
     ] = "source",
+    variant: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Only the module of this variant, which serves every problem and size.", show_default=False),
+    ] = None,
 ) -> Answer:
     """Writes the kernel that explain names as a module with its launcher, which need torch and triton but not flashgen."""
+    if variant is not None:
+        if problem != ProblemOptions() or emit != "source":
+            raise ArgumentError("--variant names a module that holds no numbers; it goes with --out alone")
+        return _variant(variant, out)
     from flashgen.build import export
     from flashgen.dispatch.explanation import explained
 
@@ -62,3 +70,16 @@ def generate(
         "files": [str(file) for file in files],
     }
     return Answer(data=data, show=show)
+
+
+def _variant(name: str, out: Path) -> Answer:
+    """Writes the generated module of a variant."""
+    from flashgen.candidate import Variant
+    from flashgen.render import render
+
+    source = render(Variant.named(name))
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"{name}.py"
+    file.write_text(source.text)
+    data = {"variant": canonical.to_dict(source.variant), "source_sha256": source.sha256, "files": [str(file)]}
+    return Answer(data=data, show=lambda console: say(console, str(file)))

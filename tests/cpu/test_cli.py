@@ -400,6 +400,15 @@ def test_generate(tmp_path: Path) -> None:
     assert "no kernel" in refused("generate", *PROBLEM, "--seqlen-kv", "0", "--device", "h200", "--out", str(tmp_path))
 
 
+def test_generate_a_variant(tmp_path: Path) -> None:
+    """What the first lines of a generated module say is how it is made again."""
+    name = "forward_triton_full_pointer_masked_apart"
+    (file,) = answer("generate", "--variant", name, "--out", str(tmp_path))["files"]
+    assert f"flashgen generate --variant {name} --out" in Path(file).read_text()
+    assert "names no variant" in refused("generate", "--variant", "forward_fast", "--out", str(tmp_path))
+    assert "--out alone" in refused("generate", "--variant", name, *PROBLEM, "--out", str(tmp_path))
+
+
 def test_doctor(filled: Path) -> None:
     data = answer("doctor")
     assert data["packages"]["torch"]["version"]
