@@ -318,7 +318,7 @@ def _encoder(
         except RuntimeError:
             # A thread that never used the GPU has no CUDA context yet, and the driver's encoder, unlike a launch, does not bind one.
             # To record an event does, and is allowed while a graph is captured.
-            torch.cuda.Event().record()
+            torch.cuda.Event().record()  # type: ignore[no-untyped-call]
             return make_tensordesc_arg(descriptor, layouts[TENSORS[which]], *rest)[0]
 
     return encode

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 
 from flashgen import space, theory
@@ -13,7 +14,8 @@ from flashgen.record import Record, Status
 from flashgen.report.units import tflops
 
 # Predicted and skipped rows are no failures; a peer that does not apply is not a row at all.
-FAILURES = tuple(status for status in Status if status not in (Status.OK, Status.PREDICTED, Status.SKIPPED))
+UNTRIED = (Status.PREDICTED, Status.SKIPPED)
+FAILURES = tuple(status for status in Status if status not in (Status.OK, *UNTRIED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +32,12 @@ class Failure:
 class Summary:
     """All rows of one problem on one device.
 
-    trials     rows of candidates, in the order in which they ran.
+    trials     a row for each candidate, the newest that ran, in the order in which they first came.
     winner     the best measured and right one by the database's rules; None where nothing was measured.
     favourite  the row that the cost model puts first, measured or not.
-    default    the fastest measurement of the hand-picked candidate.
-    peers      the fastest measurement of each other implementation, fastest first.
+    default    the hand-picked candidate's row.
+    peers      of each other implementation the measurement nearest in time to the winner's, fastest first: clocks differ from one
+               run to the next, and only what ran together compares.
     """
 
     problem: Problem
@@ -164,25 +167,36 @@ def _ranks(values: Sequence[float]) -> list[float]:
 
 def _summary(records: list[Record]) -> Summary:
     problem, device = records[0].problem, records[0].device
-    trials = tuple(sorted((record for record in records if record.candidate is not None), key=lambda record: record.provenance.utc))
-    measured = sorted((record for record in trials if record.is_winner_material), key=time_us)
-    estimated = [(record.estimate.time_s, record) for record in trials if record.estimate is not None]
-    default = space.default(problem, device)
+    in_order = sorted(records, key=lambda record: record.provenance.utc)
+    trials: dict[Candidate, Record] = {}
+    for record in in_order:
+        if record.candidate is not None:
+            known = trials.setdefault(record.candidate, record)
+            if record.measurement.status not in UNTRIED or known.measurement.status in UNTRIED:
+                trials[record.candidate] = record
+    winner = next(iter(ranking.ranked_records([record for record in in_order if record.candidate is not None])), None)
+    estimated = [(record.estimate.time_s, record) for record in trials.values() if record.estimate is not None]
+    default = trials.get(space.default(problem, device))
     peers: dict[str, Record] = {}
-    for record in records:
+    for record in in_order:
         if record.peer is not None and record.measurement.status is Status.OK:
-            known = peers.get(record.peer.name)
-            if known is None or time_us(record) < time_us(known):
+            known = peers.setdefault(record.peer.name, record)
+            if winner is None or _seconds_apart(record, winner) <= _seconds_apart(known, winner):
                 peers[record.peer.name] = record
     return Summary(
         problem=problem,
         device=device,
-        trials=trials,
-        winner=next(iter(ranking.ranked_records(trials)), None),
+        trials=tuple(trials.values()),
+        winner=winner,
         favourite=min(estimated, key=lambda pair: pair[0])[1] if estimated else None,
-        default=next((record for record in measured if record.candidate == default), None),
+        default=default if default is not None and default.is_winner_material else None,
         peers=tuple(sorted(peers.values(), key=time_us)),
     )
+
+
+def _seconds_apart(first: Record, second: Record) -> float:
+    began, ended = (datetime.fromisoformat(record.provenance.utc.replace("Z", "+00:00")) for record in (first, second))
+    return abs((ended - began).total_seconds())
 
 
 def _order(summary: Summary) -> tuple[object, ...]:

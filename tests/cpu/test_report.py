@@ -118,7 +118,8 @@ def test_rank_correlation(first: list[float], second: list[float], expected: flo
 
 
 def test_summary_agrees_with_the_database() -> None:
-    """A candidate measured again is judged by its last trial, and near medians are ties: the winner is the database's."""
+    """A candidate measured again is judged by its last trial, and near medians are ties: the winner is the database's. Beside it
+    stand the peers that were measured when it was, not those of a day with better clocks."""
     lucky, steady, other = rows.candidates(3)
     records = [
         rows.record(90.0, candidate=lucky, second=1),
@@ -126,8 +127,8 @@ def test_summary_agrees_with_the_database() -> None:
         rows.record(100.0, candidate=steady, second=2),
         rows.record(100.4, candidate=other, second=3),
         rows.record(status=Status.TIMEOUT, candidate=other, second=4),
-        rows.peer("cudnn", 95.0),
-        rows.peer("cudnn", 97.0),
+        rows.peer("cudnn", 97.0, second=3),
+        rows.peer("cudnn", 95.0, second=60),
         rows.peer("math", 900.0),
     ]
     (summary,) = summarize(records)
@@ -138,9 +139,10 @@ def test_summary_agrees_with_the_database() -> None:
     assert summary.winner == database.winner(rows.problem(), rows.H200)
     assert [(name, record.measurement.median_us) for name, record in summary.contenders()] == [
         ("winner", 100.0),
-        ("SDPA cudnn", 95.0),
+        ("SDPA cudnn", 97.0),
         ("SDPA math", 900.0),
     ]
+    assert [record.measurement.median_us for record in summary.measured] == [120.0, 100.0]
     assert summary.tflops(summary.winner) == pytest.approx(rows.problem().flops / 100e-6 / 1e12)
 
 
@@ -165,12 +167,15 @@ def test_default_is_found_and_predicted_rows_never_win() -> None:
 
 
 def test_failures_are_grouped_by_reason() -> None:
+    ends = [
+        (Status.OUT_OF_RESOURCES, "smem: needs 262144 bytes, h200 has 232448"),
+        (Status.OUT_OF_RESOURCES, "smem: needs 300000 bytes, h200 has 232448"),
+        (Status.OUT_OF_RESOURCES, "registers: needs 300, h200 has 255"),
+        (Status.SKIPPED, "its bound cannot beat the incumbent"),
+        (Status.CRASHED, ""),
+    ]
     records = [
-        rows.record(status=Status.OUT_OF_RESOURCES, message="smem: needs 262144 bytes, h200 has 232448"),
-        rows.record(status=Status.OUT_OF_RESOURCES, message="smem: needs 300000 bytes, h200 has 232448"),
-        rows.record(status=Status.OUT_OF_RESOURCES, message="registers: needs 300, h200 has 255"),
-        rows.record(status=Status.SKIPPED, message="its bound cannot beat the incumbent"),
-        rows.record(status=Status.CRASHED),
+        rows.record(status=status, message=message, candidate=candidate) for (status, message), candidate in zip(ends, rows.candidates(5))
     ]
     (summary,) = summarize(records)
     assert [(row.status, row.reason, row.count) for row in summary.failures] == [
@@ -223,7 +228,11 @@ def test_terminal_says_first_that_nothing_was_measured() -> None:
 def test_nothing_in_a_row_is_taken_for_markup() -> None:
     """Messages and versions come from compilers and files, and are shown as they are."""
     text = terminal(
-        [rows.record(100.0), rows.record(status=Status.CRASHED, message="[/] [bold]x[/bold] [red]"), rows.peer("flex[3]", 50.0)]
+        [
+            rows.record(100.0),
+            rows.record(status=Status.CRASHED, message="[/] [bold]x[/bold] [red]", candidate=rows.candidates(1)[0]),
+            rows.peer("flex[3]", 50.0),
+        ]
     )
     assert "[/] [bold]x[/bold] [red]" in text
     assert "flex[3]" in text
@@ -315,7 +324,8 @@ def test_page_marks_predicted_problems_among_measured_ones() -> None:
 
 def test_page_escapes_what_compilers_say() -> None:
     evil = "</script><script>alert(1)</script><img src=http://x.example/y> \u2028 & more"
-    parsed = Page(report.html([rows.record(100.0), rows.record(status=Status.COMPILE_ERROR, message=evil)]))
+    failed = rows.record(status=Status.COMPILE_ERROR, message=evil, candidate=rows.candidates(1)[0])
+    parsed = Page(report.html([rows.record(100.0), failed]))
     assert parsed.data[0]["trials"]["message"][1] == evil
     assert len(parsed.scripts) == 3
     assert not [link for link in parsed.links if "example" in link]
