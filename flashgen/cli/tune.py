@@ -50,7 +50,10 @@ def tune(
     def show(console: Console) -> None:
         from flashgen.report import tables
 
-        tables.terminal([record for each in stated for record in rows.records(each, part)], console)
+        # Where a run could only predict, measured rows came from elsewhere, and are not what is shown.
+        predicted = [record for outcome in outcomes if not outcome.measured for record in outcome.records]
+        shown = predicted or [record for each in stated for record in rows.records(each, part)]
+        tables.terminal(shown, console)
         for note in dict.fromkeys(note for outcome in outcomes for note in outcome.notes):
             say(console, note)
 

@@ -116,7 +116,8 @@ Listener = Callable[[Event], None]
 class Outcome:
     """What came of a search.
 
-    winner    the row that dispatch will use. Its status is OK, or PREDICTED if nothing could be measured (`measured` is False).
+    winner    the row that dispatch will use, with status OK; or if nothing could be measured (`measured` is False) the model's favourite,
+              with status PREDICTED.
     default   the newest row of the default candidate, None if it has none.
     records   the rows of this search, in order; those of earlier searches are in the database.
     peers     rows of other implementations, measured together with the finalists.
