@@ -12,6 +12,7 @@ from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
 from flashgen.errors import ArgumentError
 
 EMIT = ("source", "ttgir", "ptx", "sass")
+MOST_INSTRUCTIONS = 12  # kinds that are shown
 
 
 def explain(problem: ProblemOptions, device: DeviceOptions, database: DatabaseOptions) -> Answer:
@@ -44,7 +45,7 @@ def generate(
         if problem != ProblemOptions() or emit != "source":
             raise ArgumentError("--variant names a module that holds no numbers; it goes with --out alone")
         return _variant(variant, out)
-    from flashgen.build import export
+    from flashgen.build import build, export, sass_mix
     from flashgen.dispatch.explanation import explained
 
     kinds = tuple(dict.fromkeys(word.strip() for word in emit.split(",")))
@@ -56,9 +57,16 @@ def generate(
     if explanation.candidate is None:
         raise ArgumentError("this problem has no queries or no keys, so there is no kernel to generate")
     files = export(explanation.candidate, stated, part, out, emit=kinds)
+    kernel = build(explanation.candidate, stated, part)  # a look-up, after the export
+    resources = None if kernel.compiled is None else kernel.resources
+    instructions = sass_mix(kernel) if "sass" in kinds else {}
 
     def show(console: Console) -> None:
         say(console, f"{explanation.candidate} ({explanation.how})")
+        if resources is not None:
+            say(console, f"{resources.registers} registers, {resources.spill_bytes} bytes spilled, {resources.smem_bytes} of shared memory")
+        if instructions:
+            say(console, "instructions: " + ", ".join(f"{count} {name}" for name, count in list(instructions.items())[:MOST_INSTRUCTIONS]))
         for file in files:
             say(console, f"  {file}")
 
@@ -67,6 +75,8 @@ def generate(
         "device": part.name,
         "candidate": canonical.to_dict(explanation.candidate),
         "how": explanation.how,
+        "resources": None if resources is None else canonical.to_dict(resources),
+        "instructions": instructions,
         "files": [str(file) for file in files],
     }
     return Answer(data=data, show=show)

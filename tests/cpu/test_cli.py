@@ -393,8 +393,9 @@ def test_explain_refuses_what_has_no_kernel() -> None:
 
 
 def test_generate(tmp_path: Path) -> None:
-    data = answer("generate", *PROBLEM, "--device", "h200", "--out", str(tmp_path / "kernel"))
-    assert data["files"]
+    data = answer("generate", *PROBLEM, "--device", "h200", "--out", str(tmp_path / "kernel"), "--emit", "source,sass")
+    assert len(data["files"]) == 2
+    assert data["resources"]["registers"] > 64 and data["instructions"]["HGMMA"] > 0 and data["instructions"]["MUFU"] > 0
     assert all(Path(file).is_file() for file in data["files"])
     assert "--emit is 'exe'" in refused("generate", *PROBLEM, "--device", "h200", "--out", str(tmp_path), "--emit", "ptx,exe")
     assert "no kernel" in refused("generate", *PROBLEM, "--seqlen-kv", "0", "--device", "h200", "--out", str(tmp_path))
