@@ -27,6 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["HOME"] = home.name
     os.environ["FLASHGEN_CACHE"] = str(Path(home.name, "modules"))
     os.environ["FLASHGEN_DATABASE"] = str(Path(home.name, "outside-of-a-test.db"))
+    os.environ["FLASHGEN_TUNING_DB"] = str(Path(home.name, "tuning_db"))  # no winners ship, unless a test says so
     os.environ.setdefault("TRITON_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "triton"))
 
 

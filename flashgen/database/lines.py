@@ -46,7 +46,9 @@ def compacted(record: Record) -> Record:
 
 
 def shipped_dir() -> Path | None:
-    """The folder of winners that came with flashgen; None where they were left out."""
+    """The folder of winners that came with flashgen, or the one that FLASHGEN_TUNING_DB names; None where they were left out."""
+    if folder := os.environ.get("FLASHGEN_TUNING_DB"):
+        return Path(folder)
     try:
         return render.shipped_dir("tuning_db")
     except FileNotFoundError:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from flashgen import render, space
 from flashgen.database import Database, lines, ranking, schema
 from flashgen.device import from_properties
 from flashgen.errors import ArgumentError, DatabaseError
@@ -29,7 +30,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of shipped winners."""
     folder = tmp_path / "tuning_db"
     folder.mkdir()
-    monkeypatch.setattr(lines, "shipped_dir", lambda: folder)
+    monkeypatch.setenv("FLASHGEN_TUNING_DB", str(folder))
     return folder
 
 
@@ -471,8 +472,8 @@ def test_a_broken_shipped_line_harms_no_other(shipped: Path, tmp_path: Path) -> 
 
 
 def test_the_files_that_ship_are_canonical_winners() -> None:
-    folder = lines.shipped_dir()
-    assert folder is not None and (folder / "README.md").is_file()
+    folder = render.shipped_dir("tuning_db")
+    assert (folder / "README.md").is_file()
     for file in folder.glob("*.jsonl"):
         read = list(lines.records_of(file.read_text().splitlines(), origin="shipped"))
         records = [entry for entry in read if isinstance(entry, Record)]
@@ -480,6 +481,7 @@ def test_the_files_that_ship_are_canonical_winners() -> None:
         assert file.read_text() == "".join(f"{line}\n" for line in lines.lines_of(lines.compacted(each) for each in records))
         assert all(each.is_winner_material for each in records)
         assert len({(each.problem.key, each.device.key) for each in records}) == len(records)
+        assert not [each for each in records if each.candidate and space.violations(each.candidate, each.problem, each.device)]
 
 
 # ---- housekeeping ----------------------------------------------------------------------------------------------------

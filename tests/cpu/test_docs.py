@@ -39,7 +39,7 @@ def examples(language: str) -> list[object]:
 
 
 def run(command: list[str], folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "FLASHGEN_TUNING_DB": ""}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

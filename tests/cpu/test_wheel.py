@@ -40,7 +40,7 @@ def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(site: Path, tmp_path: Path, *arguments: str) -> str:
     """What `python arguments` prints with the installed wheel first on its path."""
-    environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "error::ResourceWarning"}
+    environment = {**os.environ, "PYTHONPATH": str(site), "FLASHGEN_TUNING_DB": "", "PYTHONWARNINGS": "error::ResourceWarning"}
     run = subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return run.stdout
