@@ -69,7 +69,10 @@ def shipped() -> list[Record]:
 
 def _shipped_files() -> list[Path]:
     folder = shipped_dir()
-    return sorted(path for path in folder.glob("*.jsonl") if os.access(path, os.R_OK)) if folder else []
+    try:
+        return sorted(path for path in folder.glob("*.jsonl") if os.access(path, os.R_OK)) if folder else []
+    except OSError:  # a folder that may not be read is as good as none
+        return []
 
 
 def _sha256(path: Path) -> str:
