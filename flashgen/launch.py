@@ -14,13 +14,14 @@ from typing import Any
 import torch
 
 from flashgen import cost
-from flashgen.build.kernel import TENSORS, Kernel, block_of
+from flashgen.build.kernel import TENSORS, Kernel, block_of, build
+from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.problem import Problem
+from flashgen.space import MOST_GRID
 
 MAX_BLOCK = 512  # rows of the largest tile
-MAX_GRID = 2**31 - 1
 KEPT_MAPS = 256  # encoded TMA descriptors a Launch keeps, each for one address of one tensor: 0.5 KB
 
 
@@ -130,6 +131,21 @@ class InterpretedLaunch:
         self.kernel.function[(self.grid,)](**{name: given[name] for name in self.kernel.arg_names})
 
 
+def bind(
+    candidate: Candidate,
+    problem: Problem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    device: Device,
+) -> Launch | InterpretedLaunch:
+    """Builds a candidate as these tensors need it, and prepares it for them: see `build` and `prepare`, whose errors it raises."""
+    kernel = build(candidate, problem, device, wide_offsets=needs_wide_offsets((query, key, value, out)))
+    return prepare(kernel, problem, query, key, value, out, lse, device)
+
+
 def prepare(
     kernel: Kernel,
     problem: Problem,
@@ -167,8 +183,8 @@ def prepare(
         metadata = loaded.metadata
         at_once = cost.programs_per_sm(metadata.num_warps, loaded.n_regs, metadata.shared, device)
         grid = min(grid, device.num_sms * max(1, at_once))
-    if grid > MAX_GRID:
-        raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MAX_GRID}")
+    if grid > MOST_GRID:
+        raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MOST_GRID}")
     enqueue, encodes = _enqueuer(loaded, grid)
     arguments: list[Any] = []
     places: dict[str, int] = {}

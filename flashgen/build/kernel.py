@@ -18,7 +18,7 @@ from flashgen.render import Source, render
 
 TENSORS = ("q", "k", "v", "out")
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high")
-ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names
+ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
 
 _lock = threading.Lock()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from flashgen import cost
 from flashgen.build import binary
-from flashgen.build.kernel import Kernel, build
+from flashgen.build.kernel import ELEMENTS, Kernel, build
 from flashgen.candidate import Candidate, Variant
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError
@@ -16,7 +16,6 @@ from flashgen.problem import Problem
 from flashgen.render import environment, tidy
 
 EMIT = ("source", "ttgir", "ptx", "sass")
-DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,12 +149,12 @@ def _mask_words(problem: Problem) -> str:
 def _stem(candidate: Candidate, problem: Problem, device: Device) -> str:
     dims = f"{problem.head_dim_qk}" if problem.head_dim_qk == problem.head_dim_v else f"{problem.head_dim_qk}_{problem.head_dim_v}"
     mask = problem.mask if problem.window == (None, None) else f"{problem.mask}_window"
-    return re.sub(r"\W+", "_", f"attention_{DTYPES[problem.dtype]}_{mask}_d{dims}_{device.arch}")
+    return re.sub(r"\W+", "_", f"attention_{ELEMENTS[problem.dtype]}_{mask}_d{dims}_{device.arch}")
 
 
 def _command(problem: Problem, device: Device) -> tuple[str, ...]:
     """The options that state this problem and device on the command line."""
-    words = [f"--dtype {DTYPES[problem.dtype]}"]
+    words = [f"--dtype {ELEMENTS[problem.dtype]}"]
     for name, sides in (("batch", ("batch",)), ("heads", ("q", "kv")), ("seqlen", ("q", "kv")), ("head_dim", ("qk", "v"))):
         values = [getattr(problem, name if name == side else f"{name}_{side}") for side in sides]
         option = "--" + name.replace("_", "-")

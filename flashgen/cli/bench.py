@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -74,8 +74,7 @@ def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]",
 
     from flashgen import check, cost
     from flashgen.bench import Policy, peer, peers
-    from flashgen.build import build
-    from flashgen.launch import prepare
+    from flashgen.launch import bind
     from flashgen.record import Measurement, Record, Status
     from flashgen.search import provenance
 
@@ -84,33 +83,22 @@ def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]",
     calls: dict[str, Callable[[], object]] = {}
     kernels, checks = {}, {}
     for name, candidate in {str(candidate): candidate for candidate in candidates}.items():
-        kernels[name] = build(candidate, problem, device)
-        launch = prepare(kernels[name], problem, case.query, case.key, case.value, case.out, case.lse, device)
+        launch = bind(candidate, problem, case.query, case.key, case.value, case.out, case.lse, device)
+        kernels[name] = launch.kernel
         checks[name] = check.check(launch, case)
         if checks[name].ok:
             calls[name] = case.bind(launch)
     others = peers(problem, case.query, case.key, case.value)
     times = on_gpu.compare(calls | others, policy=Policy(seconds=seconds))
-    now, where = (
-        on_gpu.conditions(),
-        replace(provenance.now(provenance.here()), gpu=torch.cuda.get_device_name(place) if place.type == "cuda" else ""),
-    )
+    now = on_gpu.conditions()
+    state: dict[str, Any] = dict(sm_clock_mhz=now.sm_clock_mhz, power_w=now.power_w)
+    where = replace(provenance.now(provenance.here()), gpu=torch.cuda.get_device_name(place) if place.type == "cuda" else "")
     rows = []
     for name, kernel in kernels.items():
-        time = times.get(name)
         resources = None if kernel.compiled is None else kernel.resources
-        measurement = Measurement(
-            status=Status.OK if time else Status.WRONG_RESULT,
-            times_us=time.times_us if time else (),
-            median_us=time.median_us if time else None,
-            spread_us=time.spread_us if time else None,
-            error=checks[name].error,
-            tolerance=checks[name].tolerance,
-            resources=resources,
-            message=checks[name].message,
-            sm_clock_mhz=now.sm_clock_mhz,
-            power_w=now.power_w,
-        )
+        verdict = checks[name]
+        seen = dict(error=verdict.error, tolerance=verdict.tolerance, resources=resources, message=verdict.message, **state)
+        measurement = times[name].measurement(**seen) if name in times else Measurement(status=Status.WRONG_RESULT, **seen)
         rows.append(
             Record(
                 problem=problem,
@@ -123,13 +111,6 @@ def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]",
             )
         )
     for name in others:
-        measurement = Measurement(
-            status=Status.OK,
-            times_us=times[name].times_us,
-            median_us=times[name].median_us,
-            spread_us=times[name].spread_us,
-            sm_clock_mhz=now.sm_clock_mhz,
-            power_w=now.power_w,
-        )
+        measurement = times[name].measurement(**state)
         rows.append(Record(problem=problem, device=device, peer=peer(name), measurement=measurement, provenance=where))
     return rows

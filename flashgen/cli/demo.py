@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from flashgen.cli.answer import Answer, console, say
-from flashgen.cli.options import DatabaseOptions
+from flashgen.cli.options import STAND_IN, DatabaseOptions
 from flashgen.cli.tune import outcome_data
 from flashgen.device import Device
 from flashgen.errors import UnsupportedError
@@ -16,7 +16,6 @@ from flashgen.problem import Problem
 
 # 16k tokens in all, as in the README's figures.
 PROBLEM = Problem(batch=4, heads_q=16, heads_kv=16, seqlen_q=4096, seqlen_kv=4096, head_dim_qk=128, head_dim_v=128, mask="causal")
-TARGET = "h200"  # where there is no GPU
 
 
 def demo(
@@ -37,7 +36,7 @@ def demo(
     try:
         part, measured = Device.current(), True
     except UnsupportedError as error:
-        part, measured = Device.named(TARGET), False
+        part, measured = Device.named(STAND_IN), False
         # The first line of all output, not to be missed; the work that follows takes a while.
         say(console(), NOTHING_MEASURED)
         say(console(), f"The target is the {part.name}, since {str(error).partition(';')[0]}.")

@@ -131,10 +131,6 @@ def _trials(summary: Summary) -> dict[str, list[Any]]:
     }
 
 
-def _what(record: Record) -> str:
-    return describe(record) if record.candidate else record.peer.version if record.peer else ""
-
-
 def _short(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 

@@ -88,15 +88,13 @@ def check_numerics(candidates: Sequence[Candidate], problem: Problem, device: De
 def main() -> None:
     """The child: a line of JSON for each candidate, with what is wrong with it, empty if nothing is."""
     from flashgen import check
-    from flashgen.build import build
-    from flashgen.launch import prepare
+    from flashgen.launch import bind
 
     request = json.loads(sys.stdin.read())
     answers, sys.stdout = sys.stdout, sys.stderr
     problem, device = Problem.from_dict(request["problem"]), Device.from_dict(request["device"])
     case = check.prepare(problem, "cpu", seed=1)
     for data in request["candidates"]:
-        kernel = build(Candidate.from_dict(data), problem, device)
-        launch = prepare(kernel, problem, case.query, case.key, case.value, case.out, case.lse, device)
+        launch = bind(Candidate.from_dict(data), problem, case.query, case.key, case.value, case.out, case.lse, device)
         verdict = check.check(launch, case)
         print(json.dumps("" if verdict.ok else verdict.message), file=answers, flush=True)

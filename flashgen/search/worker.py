@@ -226,19 +226,16 @@ class Worker:
         import torch
 
         from flashgen import check
-        from flashgen.build import build
-        from flashgen.launch import needs_wide_offsets, prepare
+        from flashgen.launch import bind
 
         torch.cuda.set_device(self.index)
         place = self.place or f"cuda:{self.index}"
         with self._exclusive():
             case = check.prepare(request.problem, place, request.seed)
-            tensors = (case.query, case.key, case.value, case.out)
-            kernel = build(request.candidate, request.problem, request.device, wide_offsets=needs_wide_offsets(tensors))
-            launch = prepare(kernel, request.problem, *tensors, case.lse, request.device)
+            launch = bind(request.candidate, request.problem, case.query, case.key, case.value, case.out, case.lse, request.device)
             verdict = check.stress(launch, request.problem, place, seed=request.seed, repeats=STRESS_REPEATS)
             torch.cuda.synchronize()
-        del case, tensors
+        del case
         torch.cuda.empty_cache()  # another process measures with the rest of the memory
         if verdict.ok:
             return Passed()
@@ -246,17 +243,15 @@ class Worker:
 
     def _launch(self, candidate: Candidate) -> tuple[Any, Resources]:
         """The candidate bound to the case's tensors, and its resources; kept for when it is the incumbent or a finalist."""
-        from flashgen.build import build
-        from flashgen.launch import needs_wide_offsets, prepare
+        from flashgen.launch import bind
 
         if candidate not in self._launches:
             case, device = self._case, self._device
             assert case is not None and device is not None
             while len(self._launches) >= KEPT_LAUNCHES:
                 del self._launches[next(iter(self._launches))]
-            tensors = (case.query, case.key, case.value, case.out)
-            kernel = build(candidate, case.problem, device, wide_offsets=needs_wide_offsets(tensors))
-            self._launches[candidate] = (prepare(kernel, case.problem, *tensors, case.lse, device), kernel.resources)
+            launch = bind(candidate, case.problem, case.query, case.key, case.value, case.out, case.lse, device)
+            self._launches[candidate] = (launch, launch.kernel.resources)
         launch, resources = self._launches[candidate]
         return launch, resources
 
@@ -284,16 +279,9 @@ class Worker:
         return clock, power
 
     def _measurement(self, times: Any, clock: float | None, power: float | None, **more: Any) -> Measurement:
-        return Measurement(
-            status=Status.OK,
-            times_us=times.times_us,
-            median_us=times.median_us,
-            spread_us=times.spread_us,
-            sm_clock_mhz=clock,
-            power_w=power,
-            message="others used the GPU at the same time: the samples scatter" if times.contended else "",
-            **more,
-        )
+        message = "others used the GPU at the same time: the samples scatter" if times.contended else ""
+        measured: Measurement = times.measurement(sm_clock_mhz=clock, power_w=power, message=message, **more)
+        return measured
 
     def _is_broken(self) -> bool:
         """Whether the CUDA context still answers; an error in a kernel stays in its context for good."""
