@@ -10,9 +10,10 @@ from flashgen.errors import ArgumentError
 
 CHOICES = {
     "family": ("forward",),
-    "backend": ("triton",),
+    "backend": ("triton", "hopper"),
     "mask": ("full", "causal", "window"),
     "load": ("pointer", "tma"),
+    "order": ("", "qk_first", "pv_first", "apart"),
 }
 
 
@@ -23,6 +24,10 @@ class Variant:
     family, backend  which template: templates/<backend>/<family>.py.jinja.
     mask             full: every key; causal: a bound on the right of the diagonal only; window: bounds on both sides.
     load             how tiles of Q, K and V are read: pointer arithmetic, or TMA tensor descriptors made on the host.
+    order            in which a warpgroup of a hopper kernel issues its two products. qk_first: the scores of a block, then the output of the block
+                     before it, which runs beside the softmax; pv_first: the other way round, both waited for; apart: the output alone, then
+                     the scores: fewest registers. Others fill the wait with the softmax of another warpgroup. Empty for triton.
+    ping_pong        warpgroups of a hopper kernel take turns in issuing products, so that one multiplies while another takes its softmax.
     masked_apart     blocks that the mask or the end of the keys cuts have a loop of their own; else one loop masks every block.
     longest_first    row blocks are launched from the last to the first, so that causal work ends evenly.
     padded           a head dim is not a power of two: pointer loads mask the columns beyond it (TMA fills them with zeros).
@@ -35,6 +40,8 @@ class Variant:
     backend: str = "triton"
     mask: str = "full"
     load: str = "pointer"
+    order: str = ""
+    ping_pong: bool = False
     masked_apart: bool = True
     longest_first: bool = False
     padded: bool = False
@@ -50,7 +57,7 @@ class Variant:
     def name(self) -> str:
         """Words for the choices, then each flag that is set: forward_triton_causal_tma_masked_apart."""
         values = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        return "_".join(name if value is True else value for name, value in values if value is not False)
+        return "_".join(name if value is True else value for name, value in values if value)
 
     @classmethod
     def named(cls, name: str) -> "Variant":
@@ -59,7 +66,9 @@ class Variant:
         values: dict[str, Any] = {}
         for word in words:
             for value in CHOICES[word]:
-                if rest.startswith(value + "_"):
+                if value == "":
+                    values[word] = value  # unless another one follows
+                elif rest.startswith(value + "_"):
                     values[word] = value
                     rest = rest.removeprefix(value + "_")
                     break
@@ -85,6 +94,7 @@ class Config:
                       next. More heads balance causal work better, and want more of L2.
     persistent        the grid holds as many programs as fit on the device at once, and each walks over several row blocks;
                       else there is a program for each. The kernel is the same.
+    q_stages          buffers for Q in a hopper kernel; with 2 the next tile's Q is loaded early.
     """
 
     block_m: int
@@ -94,11 +104,12 @@ class Config:
     maxnreg: int | None = None
     head_group: int = 1
     persistent: bool = False
+    q_stages: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.persistent, bool):
             raise ArgumentError(f"persistent is {self.persistent!r}; it must be True or False")
-        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group"):
+        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group", "q_stages"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; it must be a whole number of at least 1")
@@ -111,6 +122,8 @@ class Config:
             text += f" maxnreg {self.maxnreg}"
         if self.head_group != 1:
             text += f" heads {self.head_group}"
+        if self.q_stages != 1:
+            text += f" Q stages {self.q_stages}"
         return text + " persistent" * self.persistent
 
 

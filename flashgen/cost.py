@@ -20,6 +20,7 @@ from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
+from flashgen.schedule import tile_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +65,6 @@ class Calibration:
 
 
 CALIBRATION = Calibration()
-
-
-def tile_dim(head_dim: int) -> int:
-    """Columns of a tile that holds this head dim: the power of two not below it, at least 16."""
-    return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def uses_warpgroups(candidate: Candidate, problem: Problem, device: Device) -> bool:
