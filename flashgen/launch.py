@@ -7,6 +7,7 @@ the C function beneath it, with descriptors kept by address.
 
 import functools
 import inspect
+from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from typing import Any
 import torch
 
 from flashgen import cost
-from flashgen.build.kernel import TENSORS, Kernel, block_of, build
+from flashgen.build.kernel import TENSORS, Kernel, block_of, build, constants_of
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.problem import Problem
+from flashgen.schedule import tile_lists
 from flashgen.space import MOST_GRID
 
 MAX_BLOCK = 512  # rows of the largest tile
@@ -160,7 +162,8 @@ def prepare(
 
     Tensors are in the problem's layout; lse, (batch, heads_q, seqlen_q) float32 and contiguous, is there if the kernel stores
     one. device says how many programs of a persistent kernel run at once. Raises ArgumentError for tensors that are not what the
-    problem says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it.
+    problem says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it, LaunchError if a
+    schedule is needed while a CUDA graph is captured.
     """
     tensors = (query, key, value, out)
     _require_fit(kernel, problem, tensors, lse)
@@ -185,6 +188,9 @@ def prepare(
         grid = min(grid, device.num_sms * max(1, at_once))
     if grid > MOST_GRID:
         raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MOST_GRID}")
+    if "schedule" in kernel.arg_names:
+        table = _schedule(kernel.candidate, problem, grid, index)
+        values |= {"schedule": table.data_ptr(), "schedule_width": table.shape[1]}
     enqueue, encodes = _enqueuer(loaded, grid)
     arguments: list[Any] = []
     places: dict[str, int] = {}
@@ -212,6 +218,26 @@ def prepare(
         current_device=torch._C._cuda_getDevice,
         current_stream=torch._C._cuda_getCurrentRawStream,
     )
+
+
+def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int) -> torch.Tensor:
+    """(programs, width) int32 on a CUDA device: how many tiles a program computes, then which."""
+    lists = tile_lists(candidate, problem, programs)
+    width = 1 + max(len(tiles) for tiles in lists)
+    rows = array("i")
+    for tiles in lists:
+        rows.extend((len(tiles), *tiles, *[0] * (width - 1 - len(tiles))))
+    return _copied(rows.tobytes(), width, index)
+
+
+@functools.cache
+def _copied(numbers: bytes, width: int, index: int) -> torch.Tensor:
+    """A table of int32 on a CUDA device. Equal ones are one, and it stays for the life of the process: a CUDA graph may hold its
+    address when no Launch does."""
+    with torch.cuda.device(index):
+        if torch.cuda.is_current_stream_capturing():
+            raise LaunchError("a schedule cannot be copied to the device while a CUDA graph is captured; call once before capturing")
+        return torch.frombuffer(bytearray(numbers), dtype=torch.int32).view(-1, width).cuda()
 
 
 def _numbers(problem: Problem) -> dict[str, int]:
@@ -254,6 +280,9 @@ def _require_fit(kernel: Kernel, problem: Problem, tensors: Sequence[torch.Tenso
     for name in ("dtype", "head_dim_qk", "head_dim_v"):
         if getattr(problem, name) != getattr(built, name):
             raise ArgumentError(f"{name} is {getattr(problem, name)}; the kernel was built for {getattr(built, name)}")
+    for name, number in constants_of(kernel.candidate, problem).items():
+        if kernel.constants.get(name, number) != number:
+            raise ArgumentError(f"{name} is {number} for {problem}; the kernel was built with {kernel.constants[name]}")
     multiple = 16 // problem.itemsize if built.aligned_16 else 1
     for name, tensor, shape in zip(("query", "key", "value", "out"), tensors, _shapes(problem)):
         if problem.layout == "bshd":

@@ -3,6 +3,9 @@
 Registers and the stack frame are read from the cubin with `cuobjdump --dump-resource-usage` (10 to 40 ms, where compiling takes
 1 to 5 s; running `ptxas -v` again would take another second). A Triton without cuobjdump falls back to that second run. The frame
 stands for spills: Triton's kernels keep nothing else there, and the driver's own count of spills is the same number.
+
+A hopper kernel is judged by its machine code, disassembled in 0.4 s: the count of registers is only what its warps start with, and
+that ptxas gave up on running its products asynchronously is said in a log that Triton does not keep, but plain to see.
 """
 
 import contextlib
@@ -19,8 +22,12 @@ from flashgen.errors import BuildError
 from flashgen.record import Resources
 
 
-def resources(compiled: Any, launched_as: tuple[Any, ...] = ()) -> Resources:
-    """Resources of Triton's CompiledKernel. Two that are launched alike and have equal code have equal binary_sha256."""
+def resources(compiled: Any, launched_as: tuple[Any, ...] = (), *, specialised: bool = False) -> Resources:
+    """Resources of Triton's CompiledKernel. Two that are launched alike and have equal code have equal binary_sha256.
+
+    specialised: its warps divide the registers among themselves; counted are those of the warp that uses most. Raises BuildError if
+    such a kernel waits for each of its products.
+    """
     metadata, cubin = compiled.metadata, compiled.asm["cubin"]
     text = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     if text is None:
@@ -30,6 +37,11 @@ def resources(compiled: Any, launched_as: tuple[Any, ...] = ()) -> Resources:
     if registers is None or frame is None:
         raise BuildError(f"the tools name no registers of {metadata.name}: {text[-500:].strip()!r}")
     num_registers = int(registers[1] or registers[2])
+    if specialised:
+        code = sass(compiled)
+        if is_serialised(code):
+            raise BuildError(f"ptxas serialised the products of {metadata.name}, most often for want of registers")
+        num_registers = 1 + max(int(register) for register in re.findall(r"\bR(\d+)\b", code))
     digest = hashlib.sha256(repr((launched_as, metadata.num_warps, metadata.shared, num_registers)).encode())
     for name, data in _sections(cubin):
         # Line tables and paths differ between modules with one and the same code.
@@ -56,10 +68,35 @@ def sass_mix(kernel: Any) -> dict[str, int]:
 
 def sass(compiled: Any) -> str:
     """The machine code of Triton's CompiledKernel as text. Raises BuildError where there is no disassembler."""
-    text = _tool("nvdisasm", "-c", cubin=compiled.asm["cubin"])
+    # Without -ndf, which leaves out where indirect branches go, it takes twice as long.
+    text = _tool("nvdisasm", "-c", "-ndf", cubin=compiled.asm["cubin"])
     if text is None:
         raise BuildError("this Triton comes without nvdisasm, so machine code cannot be read")
     return text
+
+
+def is_serialised(code: str) -> bool:
+    """Whether ptxas made each warpgroup product wait for the one before it (its warnings C7510 to C7518).
+
+    The products of a tile are issued as a group of at least 4, and its last one alone ends it (gsb0) and can be waited for.
+    """
+    products = re.findall(r"HGMMA\.[^;]*", code)
+    return 2 * sum("gsb0" in each for each in products) > len(products)
+
+
+def spills_between_products(code: str) -> int:
+    """How many instructions of the innermost loops with warpgroup products load or store spilled registers between two of those."""
+    lines = code.splitlines()
+    labels = {match[1]: place for place, line in enumerate(lines) if (match := re.match(r"\s*(\.L\w+):", line))}
+    loops = []
+    for end, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*?`\((\.L\w+)\)", line)
+        if target and labels.get(target[1], end) < end:
+            products = [place for place in range(labels[target[1]], end) if "HGMMA" in lines[place]]
+            if products:
+                loops.append((products[0], products[-1]))
+    innermost = [loop for loop in loops if not any(loop != other and loop[0] <= other[0] and other[1] <= loop[1] for other in loops)]
+    return sum(bool(re.search(r"\b(LDL|STL)\b", line)) for first, last in set(innermost) for line in lines[first:last])
 
 
 def ptxas_log(compiled: Any) -> str:
@@ -72,8 +109,8 @@ def ptxas_log(compiled: Any) -> str:
 
     target = compiled.metadata.target
     backend = make_backend(target)
-    given = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion", "ptx_options")
-    options = backend.parse_options({name: getattr(compiled.metadata, name) for name in given if hasattr(compiled.metadata, name)})
+    # The warps and the cap on registers are in the PTX; the metadata counts all warps of a hopper kernel, which is no valid option.
+    options = backend.parse_options({name: getattr(compiled.metadata, name) for name in ("enable_fp_fusion", "ptx_options")})
     printed = io.StringIO()
     with knobs.nvidia.scope(), contextlib.redirect_stdout(printed):
         knobs.nvidia.dump_ptxas_log = True

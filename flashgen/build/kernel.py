@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flashgen import cost
 from flashgen.build import binary, modules
 from flashgen.candidate import Candidate
 from flashgen.device import Device
@@ -15,10 +14,12 @@ from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
+from flashgen.schedule import WARPGROUP_ROWS, cut_once, least_stages, parts, skips, tile_dim
 
 TENSORS = ("q", "k", "v", "out")
-INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high")
+INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
+FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
 
 _lock = threading.Lock()
 
@@ -27,7 +28,7 @@ _lock = threading.Lock()
 class Kernel:
     """A candidate as machine code, or as a function that Triton's interpreter runs (`compiled` is then None).
 
-    problem    what it was compiled for: its dtype, head dims and alignment are in the code.
+    problem    what it was compiled for: its dtype, head dims and alignment are in the code, and all that `constants_of` says of it.
     function   the jit function of the generated module.
     arg_names  its parameters, in order; whoever binds arguments looks them up by name.
     constants  the values of its constexpr parameters.
@@ -48,12 +49,16 @@ class Kernel:
 
     @functools.cached_property
     def resources(self) -> Resources:
-        """What the compiler says of the machine code. Raises BuildError for an interpreted kernel, which has none."""
+        """What the compiler says of the machine code. Raises BuildError for an interpreted kernel, which has none, and for a hopper
+        kernel whose products ptxas let run one at a time only."""
         if self.compiled is None:
             raise BuildError(f"{self.candidate} is interpreted and has no machine code")
-        config = self.candidate.config
+        config, variant = self.candidate.config, self.candidate.variant
         # Equal code is the same kernel only if it is launched alike: the grid follows from block_m and persistent.
-        return binary.resources(self.compiled, launched_as=(config.block_m, config.persistent))
+        launched_as: tuple[Any, ...] = (config.block_m, config.persistent)
+        if variant.backend == "hopper":  # and the schedule from the rest
+            launched_as += (config.block_n, config.head_group, variant.longest_first)
+        return binary.resources(self.compiled, launched_as, specialised=variant.backend == "hopper")
 
     def on(self, index: int) -> Any:
         """Triton's CompiledKernel, loaded on the CUDA device with this index; each device has a handle of its own.
@@ -92,10 +97,15 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
     """
     from triton import knobs
 
-    _require_launchable(candidate)
+    if candidate.variant.backend == "hopper":
+        if knobs.runtime.interpret:
+            raise BuildError(f"{candidate}: Gluon kernels are not interpreted; unset TRITON_INTERPRET")
+        _require_launchable_on_hopper(candidate, problem, device)
+    else:
+        _require_launchable(candidate)
     source = render(candidate.variant)
     function = getattr(modules.load(source), source.entry)
-    constants = _constants(candidate, problem)
+    constants = constants_of(candidate, problem)
     compiled = None
     if not knobs.runtime.interpret:
         compiled = _compiled(function, candidate, problem, device, constants, wide_offsets)
@@ -113,20 +123,33 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
 
 def block_of(tensor: str, constants: Mapping[str, int]) -> list[int]:
     """The block in which a TMA descriptor of (batch, heads, seqlen, head_dim) moves q, k, v or out."""
-    rows = constants["BLOCK_M"] if tensor in ("q", "out") else constants["BLOCK_N"]
+    of_queries = tensor in ("q", "out")
+    if "PART" in constants:
+        return [1, 1, WARPGROUP_ROWS if of_queries else constants["BLOCK_N"], constants["PART"]]
+    rows = constants["BLOCK_M"] if of_queries else constants["BLOCK_N"]
     return [1, 1, rows, constants["BLOCK_D_QK"] if tensor in ("q", "k") else constants["BLOCK_D_V"]]
 
 
-def _constants(candidate: Candidate, problem: Problem) -> dict[str, int]:
+def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
+    """Values of constexpr parameters. Problems with the same ones, dtype, head dims and alignment share a kernel of the candidate."""
     config = candidate.config
-    return {
+    constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages}
+    if candidate.variant.backend == "hopper":
+        cut = parts(problem)
+        return constants | {
+            "PART": cut.part,
+            "QK_PARTS": cut.qk,
+            "V_PARTS": cut.v,
+            "Q_STAGES": config.q_stages,
+            "CUT_ONCE": int(cut_once(problem, config.block_m, config.block_n)),
+            "SKIP": int(skips(problem, config.block_m, config.block_n)),
+            "REGISTERS": 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160,
+        }
+    return constants | {
         "HEAD_DIM_QK": problem.head_dim_qk,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D_QK": cost.tile_dim(problem.head_dim_qk),
-        "BLOCK_D_V": cost.tile_dim(problem.head_dim_v),
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "NUM_STAGES": config.num_stages,
+        "BLOCK_D_QK": tile_dim(problem.head_dim_qk),
+        "BLOCK_D_V": tile_dim(problem.head_dim_v),
         "HEAD_GROUP": config.head_group,
     }
 
@@ -141,7 +164,14 @@ def _compiled(
     from triton.runtime.errors import OutOfResources
 
     modules.compiled_dir()
-    config = candidate.config
+    config, source = candidate.config, ASTSource
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    if config.maxnreg is not None:
+        options["maxnreg"] = config.maxnreg
+    if candidate.variant.backend == "hopper":
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source, options = GluonASTSource, {"num_warps": FIRST_WARPS, "enable_fp_fusion": True}
     types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
     multiples: dict[str, int] = {}
     if problem.aligned_16:
@@ -151,12 +181,9 @@ def _compiled(
             elif name.startswith("stride_"):
                 multiples[name] = 16 // problem.itemsize  # a stride counts elements
     places = {name: (place,) for place, name in enumerate(function.arg_names)}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-    if config.maxnreg is not None:
-        options["maxnreg"] = config.maxnreg
     try:
         return triton.compile(
-            ASTSource(
+            source(
                 function,
                 types,
                 {places[name]: constants[name] for name, kind in types.items() if kind == "constexpr"},
@@ -177,10 +204,14 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
     if name in constants:
         return "constexpr"
     if name in TENSORS:
-        element = ELEMENTS[problem.dtype]
-        return f"tensordesc<{element}{block_of(name, constants)}>" if candidate.variant.load == "tma" else f"*{element}"
+        element, block = ELEMENTS[problem.dtype], block_of(name, constants)
+        if candidate.variant.backend == "hopper":
+            return f"tensordesc<{element}{block},{_layout(block, problem.dtype)!r}>"
+        return f"tensordesc<{element}{block}>" if candidate.variant.load == "tma" else f"*{element}"
     if name == "lse":
         return "*fp32"
+    if name == "schedule":
+        return "*i32"
     if name == "scale":
         return "fp32"
     if name.startswith("stride_"):
@@ -188,6 +219,13 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
     if name in INTEGERS:
         return "i32"
     raise TypeError(f"the kernel of {candidate.variant.name} has a parameter {name}, of which build knows nothing")
+
+
+def _layout(block: list[int], dtype: str) -> Any:
+    """Gluon's layout of such a block in shared memory, as TMA writes it and products read it."""
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
 
 
 def _require_launchable(candidate: Candidate) -> None:
@@ -201,6 +239,27 @@ def _require_launchable(candidate: Candidate) -> None:
         raise OutOfResourcesError(f"{candidate}: {config.num_warps} warps are {config.num_warps * 32} threads; a block has at most 1024")
     if config.maxnreg is not None and config.maxnreg > 255:
         raise OutOfResourcesError(f"{candidate}: maxnreg is {config.maxnreg}; a thread has at most 255 registers")
+
+
+def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device: Device) -> None:
+    """The same for a hopper kernel, which is written for certain tiles, and waits for ever on a ring that is too short."""
+    if device.capability != 90:
+        raise BuildError(f"{candidate}: a hopper kernel needs sm_90; {device.name} is {device.arch}")
+    config, cut = candidate.config, parts(problem)
+    for name, allowed in {"block_m": (64, 128, 192), "block_n": (64, 128), "q_stages": (1, 2)}.items():
+        if getattr(config, name) not in allowed:
+            raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be one of {', '.join(map(str, allowed))}")
+    if config.num_warps != config.block_m // 16:
+        raise BuildError(f"{candidate}: num_warps is {config.num_warps}; {config.block_m} rows need {config.block_m // 16}")
+    if config.maxnreg is not None:
+        raise BuildError(f"{candidate}: maxnreg is {config.maxnreg}; a hopper kernel divides the registers itself, so it must be None")
+    if problem.itemsize != 2 or not problem.aligned_16:
+        raise BuildError(f"{candidate}: a hopper kernel needs 16-bit elements and 16-byte aligned tensors, which {problem} does not have")
+    if cut.v > 2:
+        raise BuildError(f"{candidate}: a hopper kernel holds 2 parts of {cut.part} columns of V; {problem} has {cut.v}")
+    least = least_stages(problem, config.block_m, config.block_n)
+    if config.num_stages < least:
+        raise BuildError(f"{candidate}: num_stages is {config.num_stages}; the ring needs at least {least} for {problem}")
 
 
 def _require_resources(compiled: Any, candidate: Candidate, device: Device) -> None:
