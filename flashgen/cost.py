@@ -8,19 +8,17 @@ tiles, tiles to waves with an uneven end, and DRAM runs beside all of it. Only t
 else is counted. See Estimate for what the results may be used for.
 """
 
-import heapq
-import itertools
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 
 from flashgen import theory
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
-from flashgen.schedule import tile_dim
+from flashgen.resources import costly_spill, guess, launched_warps, uses_warpgroups
+from flashgen.resources import programs_per_sm as programs_per_sm
+from flashgen.schedule import WARPGROUP_ROWS, parts, skips, tile_dim, unevenness, walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,201 +52,43 @@ class Calibration:
     launch_s: float = 2.5e-6  # start and end of a kernel
     overlap_warps: float = 0.16  # of what another program would, four more warps of the same one fill its waits: they share barriers
 
-    registers: int = 15  # of a thread, beside accumulators, scores and probabilities
-    registers_pipeline: int = 18  # more, with more than one stage or a mask
-    registers_mask: int = 6  # more, with a mask
-    registers_pointer: int = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
     spill_wait: float = 500.0  # cycles of a block in whose loop registers spill: products no longer follow each other without a wait
-    spill_free: float = 60.0  # spilled bytes that cost nothing: they lie outside the loop
-    spill_free_pointer: float = 500.0  # more of them where pointers load the tiles: addresses
-    spill_latency: float = 6.5  # cycles of a block for each byte beyond
+    spill_latency: float = 6.5  # cycles of a block for each byte beyond those that cost nothing
+
+    # Hopper kernels; estimates from five published cells of probes on an H200, to be fitted to these kernels.
+    warpgroup_meeting: float = 0.87  # of the time that a warpgroup would wait for units that others use, if they met by chance
+    ping_pong_meeting: float = 0.82  # the same where warpgroups take turns
+    own_overlap: float = 0.5  # of a warpgroup's P V that runs beside its own softmax, where the order allows it
+    smem_contention: float = 6.0  # exponent: products and arrivals slow each other down before shared memory is at its limit
+    hopper_tile_latency: float = 10.0  # cycles of a tile outside its loop for each column of Q and V: the first scores, the output
+    hopper_q_latency: float = 370.0  # more, where Q has one buffer: the next tile's Q comes when the last scores are done
 
 
 CALIBRATION = Calibration()
 
 
-def uses_warpgroups(candidate: Candidate, problem: Problem, device: Device) -> bool:
-    """Whether products run as warpgroup (wgmma, tcgen05) instructions, which need 4 warps, 64 rows and 16-bit elements."""
-    return _warpgroups(candidate, problem, device.capability)
-
-
-def _warpgroups(candidate: Candidate, problem: Problem, capability: int) -> bool:
-    config = candidate.config
-    return 90 <= capability < 120 and problem.itemsize == 2 and config.num_warps % 4 == 0 and config.block_m >= 64
-
-
-def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = None) -> int:
-    """Shared memory that the kernel will ask for, as Triton 3.6 to 3.9 lay it out; without a device as for Hopper.
-
-    Q stays for the whole loop; K and V have num_stages buffers each, or one less where products read registers (mma.sync) and a tile
-    is free once it was read. With one stage V takes K's place. Found by compiling for sm_80 and sm_90a; exact to about 128 bytes.
-    """
-    config, size = candidate.config, problem.itemsize
-    k_bytes = config.block_n * tile_dim(problem.head_dim_qk) * size
-    v_bytes = config.block_n * tile_dim(problem.head_dim_v) * size
-    total = q_bytes = config.block_m * tile_dim(problem.head_dim_qk) * size
-    capability = 90 if device is None else device.capability
-    from_smem = _warpgroups(candidate, problem, capability)
-    if config.num_stages == 1:
-        total += max(k_bytes, v_bytes)
-    else:
-        total += (config.num_stages if from_smem else config.num_stages - 1) * (k_bytes + v_bytes)
-    if size == 4:
-        total += config.block_m * config.block_n * size + 4 * config.block_m  # probabilities and row statistics change layout
-    elif not from_smem and config.num_warps > 1 and (capability >= 90 or tile_dim(problem.head_dim_v) > 128):
-        total += config.block_m * config.block_n * size
-    if candidate.variant.load == "tma":
-        # Barriers come last, or before tiles that are aligned to 1024 bytes if K (or with one stage V) has more room than Q.
-        tiles_bytes = max(k_bytes, v_bytes) if config.num_stages == 1 else config.num_stages * k_bytes
-        total += 1024 if tiles_bytes > q_bytes else 16 * config.num_stages
-    return total
-
-
-def register_limit(candidate: Candidate, device: Device) -> int:
-    """Most registers a thread may have: the architecture's 255, its share of the file, and the candidate's own cap."""
-    threads = 32 * candidate.config.num_warps
-    return min(255, device.registers_per_sm // threads // 8 * 8, candidate.config.maxnreg or 255)
-
-
-def guess(candidate: Candidate, problem: Problem, device: Device, calibration: Calibration = CALIBRATION) -> Resources:
-    """What the compiler may say of this kernel. For 16-bit elements by TMA, registers are mostly right to 10 and spills to a factor of 2.
-
-    A thread holds its accumulators, its scores, and the probabilities in the inputs' type; in need, half of these take the place of
-    scores. A register that is still missing is spilled about twice.
-    """
-    config, size = candidate.config, problem.itemsize
-    threads = 32 * config.num_warps
-    scores = config.block_m * config.block_n / threads
-    probabilities = scores * size / 4
-    wanted = config.block_m * tile_dim(problem.head_dim_v) / threads + scores + probabilities + calibration.registers
-    masked = candidate.variant.mask != "full"
-    if config.num_stages > 1 or masked:
-        wanted += calibration.registers_pipeline
-    if masked:
-        wanted += calibration.registers_mask
-    if candidate.variant.load == "pointer":
-        wanted += calibration.registers_pointer + config.block_n * tile_dim(problem.head_dim_qk) / threads
-    if not uses_warpgroups(candidate, problem, device):
-        wanted += config.block_m * tile_dim(problem.head_dim_qk) * size / 4 / threads  # Q
-    least = wanted - probabilities / 2
-    if size == 4:  # ordinary cores take both operands from registers
-        wanted, least = wanted * 1.5, least * 1.5
-    limit = register_limit(candidate, device)
-    return Resources(
-        registers=max(1, math.ceil(min(wanted, limit))),
-        spill_bytes=math.ceil(8 * max(0.0, least - limit)),
-        smem_bytes=smem_bytes(candidate, problem, device),
-        binary_sha256="",
-    )
-
-
-def costly_spill(candidate: Candidate, spill_bytes: float, calibration: Calibration = CALIBRATION) -> float:
-    """Spilled bytes that the loop pays for: the first ones are values that it hardly needs."""
-    free = calibration.spill_free + (calibration.spill_free_pointer if candidate.variant.load == "pointer" else 0.0)
-    return max(0.0, spill_bytes - free)
-
-
-def programs_per_sm(num_warps: int, registers_per_thread: float, smem: int, device: Device) -> int:
-    """How many programs fit on an SM at once: registers come 8 a thread at a time, shared memory with 1 KiB a program on top."""
-    threads = 32 * num_warps
-    by_registers = device.registers_per_sm // (threads * 8 * math.ceil(registers_per_thread / 8))
-    by_smem = device.smem_per_sm_bytes // (smem + 1024)
-    return min(by_registers, by_smem, device.threads_per_sm // threads, device.blocks_per_sm)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Walk:
-    """Blocks of keys that one head's row blocks walk: without a cut, and cut by the mask or the end; sums over the row blocks."""
+class _Loop:
+    """What a kernel's loop over keys does: so many blocks of so many scores, and the cycles of an SM for one of them.
 
-    row_blocks: int
-    whole: int
-    cut: int
-    most: int  # blocks of the longest row block
-    loops: int  # not empty loops, where whole and cut blocks are walked apart
-    spans: tuple[int, ...]  # keys a row block sees; one entry if all see the same
-
-
-@lru_cache(maxsize=4096)
-def walk(problem: Problem, block_m: int, block_n: int) -> Walk:
-    """How the template walks this problem with these tiles."""
-    low, high = problem.band
-    seqlen_q, seqlen_kv = problem.seqlen_q, problem.seqlen_kv
-    row_blocks = -(-seqlen_q // block_m)
-    if low is None and high is None:
-        whole, cut = seqlen_kv // block_n, int(seqlen_kv % block_n > 0)
-        loops = int(whole > 0) + cut
-        return Walk(
-            row_blocks=row_blocks,
-            whole=whole * row_blocks,
-            cut=cut * row_blocks,
-            most=whole + cut if row_blocks else 0,
-            loops=loops * row_blocks,
-            spans=(seqlen_kv,),
-        )
-    all_whole = all_cut = most = loops = 0
-    spans = []
-    for row in range(0, seqlen_q, block_m):
-        last = seqlen_kv if high is None else min(max(min(row + block_m, seqlen_q) + high, 0), seqlen_kv)
-        first = 0 if low is None else max(row + low, 0)
-        spans.append(max(0, last - first))
-        if last <= first:
-            continue
-        blocks = -(-last // block_n) - first // block_n
-        whole_last = (seqlen_kv if high is None else min(max(row + high + 1, 0), seqlen_kv)) // block_n
-        whole_first = 0 if low is None else -(-max(row + block_m - 1 + low, 0) // block_n)
-        whole = max(0, whole_last - whole_first)
-        all_whole += whole
-        all_cut += blocks - whole
-        most = max(most, blocks)
-        left = low is not None and first // block_n < whole_first
-        loops += int(whole > 0) + int(left) + int(blocks - whole > int(left))
-    return Walk(row_blocks=row_blocks, whole=all_whole, cut=all_cut, most=most, loops=loops, spans=tuple(spans))
-
-
-# A tile costs as much outside its loop as about this many keys inside it.
-_KEYS_OF_A_TILE = 96
-
-
-@lru_cache(maxsize=16384)
-def unevenness(
-    problem: Problem, block_m: int, longest_first: bool, head_group: int, num_sms: int, programs: int, persistent: bool
-) -> tuple[float, float]:
-    """Time of the busiest program, and of the busiest SM of `programs` each, relative to the mean: 1 is a perfect balance.
-
-    Tiles go to the next free program in launch order, or in turn if persistent. Only so many tiles are simulated as decide the
-    outcome: the last ones of a grid, which decide how it ends, or the first of a persistent one, whose imbalance repeats.
+    units         cycles by unit; issue is without the cut of a mask.
+    loaded_bytes  from L2, smem_bytes in shared memory, for a block.
+    beside        cycles of all SMs together outside of the loop.
+    speed_up      of a program, when it is the last one on its SM.
     """
-    heads = problem.batch * problem.heads_q
-    row_blocks = -(-problem.seqlen_q // block_m)
-    tiles, slots = heads * row_blocks, num_sms * programs
-    weights = [span + _KEYS_OF_A_TILE for span in walk(problem, block_m, block_m).spans]
-    if len(weights) == 1 or max(weights) == min(weights):
-        return math.ceil(tiles / slots) * slots / tiles, math.ceil(tiles / num_sms) * num_sms / tiles
-    if longest_first:
-        weights.reverse()
-    groups = [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
 
-    def in_order(groups: list[int]) -> Iterator[int]:
-        return (weight for here in groups for weight in weights for _ in range(here))
-
-    if persistent:
-        first = list(itertools.islice(in_order(groups), 32 * slots))
-        loads = [sum(first[slot::slots]) for slot in range(slots)]
-        sms = [sum(loads[sm::num_sms]) for sm in range(num_sms)]
-        return max(loads) * slots / sum(loads), max(sms) * num_sms / sum(loads)
-    total = sum(weights) * heads
-    tail: list[int] = []
-    while groups and len(tail) < 6 * slots:
-        tail = [*in_order([groups.pop()]), *tail]
-
-    def end(slots: int) -> float:
-        last = tail[-(8 * slots) :]
-        free = [(total - sum(last)) / slots] * slots
-        for weight in last:
-            heapq.heapreplace(free, free[0] + weight)
-        return max(free) * slots / total
-
-    return end(slots), end(num_sms)
+    blocks: int
+    masked_blocks: int
+    scores: int
+    rows: int
+    units: dict[str, float]
+    cut_issue: float
+    cycles: float
+    cut_cycles: float
+    beside: float
+    loaded_bytes: float
+    smem_bytes: float
+    speed_up: float
 
 
 def estimate(
@@ -261,31 +101,96 @@ def estimate(
 ) -> Estimate:
     """What one call of this kernel does and takes. resources, where the kernel was compiled, replace guessed registers and memory.
 
-    The candidate need not be legal, but its tiles must be powers of two. About 0.1 ms.
+    The candidate need not be legal, but its tiles must be powers of two, or rows of whole warpgroups in a hopper kernel. About 0.1 ms.
     """
     fitted, variant, config = calibration, candidate.variant, candidate.config
     heads = problem.batch * problem.heads_q
     bound_s = theory.bound_s(problem, device)
     if problem.is_empty:
         return _nothing(bound_s)
+    row_blocks = math.ceil(problem.seqlen_q / config.block_m)
+    tiles = heads * row_blocks
+
+    # Programs on an SM at one time.
+    if resources is None:
+        resources = guess(candidate, problem, device)
+    warps = launched_warps(config, variant.backend)
+    resident = max(1, programs_per_sm(warps, max(1, resources.registers), resources.smem_bytes, device))
+    programs = min(resident, math.ceil(tiles / device.num_sms))
+    slots = device.num_sms * programs
+
+    hz = device.boost_hz * fitted.clock
+    loop_of = _hopper_loop if variant.backend == "hopper" else _triton_loop
+    loop = loop_of(candidate, problem, device, resources, programs, fitted)
+    total = (loop.blocks - loop.masked_blocks) * loop.cycles + loop.masked_blocks * loop.cut_cycles + loop.beside
+    compute_s = total / device.num_sms * _unevenness(candidate, problem, device, programs, tiles, loop.speed_up) / hz
+    dram_bytes = float(theory.compulsory_bytes(problem) + _reread_bytes(fitted, candidate, problem, device, slots, row_blocks))
+    dram_s = dram_bytes / (device.dram_bytes_per_s * fitted.dram_rate)
+    time_s = max(bound_s, max(compute_s, dram_s) + fitted.launch_s)
+    seconds = {name: loop.blocks * cycles / device.num_sms / hz for name, cycles in loop.units.items()}
+    seconds["issue"] += loop.masked_blocks * loop.cut_issue / device.num_sms / hz
+    seconds["dram"] = dram_s
+    query_bytes = heads * problem.seqlen_q * problem.head_dim_qk * problem.itemsize
+    columns = sum(_tile_dims(candidate, problem))
+    busiest = max(seconds, key=lambda name: seconds[name])
+    return Estimate(
+        flops=2.0 * loop.scores * columns * loop.blocks,
+        dram_bytes=dram_bytes,
+        l2_bytes=float(loop.loaded_bytes * loop.blocks + query_bytes + theory.compulsory_write_bytes(problem)),
+        smem_bytes=float(loop.smem_bytes * loop.blocks),
+        exp_ops=float((loop.scores + loop.rows) * loop.blocks),
+        tensor_s=seconds["tensor"],
+        exp_s=seconds["exp"],
+        smem_s=seconds["smem"],
+        l2_s=seconds["l2"],
+        dram_s=dram_s,
+        programs_per_sm=resident,
+        waves=tiles / slots,
+        time_s=time_s,
+        bound_s=bound_s,
+        bound=busiest if seconds[busiest] > 0.4 * time_s else "latency",
+    )
+
+
+def _tile_dims(candidate: Candidate, problem: Problem) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of V."""
+    if candidate.variant.backend == "hopper":
+        cut = parts(problem)
+        return cut.qk * cut.part, cut.v * cut.part
+    return tile_dim(problem.head_dim_qk), tile_dim(problem.head_dim_v)
+
+
+def _issue(rows: int, scores: int, dim_v: int, warps: int, fitted: Calibration) -> float:
+    """Cycles in which the SM's four schedulers issue the softmax of a block."""
+    return (
+        scores * fitted.issue_per_score / 32
+        + rows * dim_v * fitted.issue_per_output / 32
+        + rows * fitted.issue_per_row
+        + warps * fitted.issue_per_block
+    ) / 4
+
+
+def _spill_wait(candidate: Candidate, resources: Resources, fitted: Calibration) -> float:
+    spilled = costly_spill(candidate, resources.spill_bytes)
+    return fitted.spill_latency * spilled + (fitted.spill_wait if spilled else 0.0)
+
+
+def _l2_bytes_per_cycle(device: Device, fitted: Calibration) -> float:
+    """Of one SM."""
+    return device.l2_bytes_per_s * fitted.l2_rate / device.num_sms / (device.boost_hz * fitted.clock)
+
+
+def _triton_loop(candidate: Candidate, problem: Problem, device: Device, resources: Resources, programs: int, fitted: Calibration) -> _Loop:
+    """A block is one of a program: block_m rows. Each group of 64 rows (warpgroup products) or 16 rows a warp (mma.sync) reads K and V
+    once; warpgroups read Q again each time, which makes narrow blocks wait for shared memory."""
+    variant, config, size = candidate.variant, candidate.config, problem.itemsize
     block_m, block_n, stages, num_warps = config.block_m, config.block_n, config.num_stages, config.num_warps
-    dim_qk, dim_v = tile_dim(problem.head_dim_qk), tile_dim(problem.head_dim_v)
+    heads = problem.batch * problem.heads_q
+    dim_qk, dim_v = _tile_dims(candidate, problem)
     warpgroups = uses_warpgroups(candidate, problem, device)
     walked = walk(problem, block_m, block_n)
     tiles = heads * walked.row_blocks
     blocks = heads * (walked.whole + walked.cut)
-    masked_blocks = heads * walked.cut if variant.masked_apart else blocks
-
-    # Programs on an SM at one time.
-    if resources is None:
-        resources = guess(candidate, problem, device, fitted)
-    resident = max(1, programs_per_sm(num_warps, max(1, resources.registers), resources.smem_bytes, device))
-    programs = min(resident, math.ceil(tiles / device.num_sms))
-    slots = device.num_sms * programs
-
-    # Cycles of an SM for one block of one program, unit by unit. Each group of 64 rows (warpgroup products) or 16 rows a warp
-    # (mma.sync) reads K and V once; warpgroups read Q again each time, which makes narrow blocks wait for shared memory.
-    hz, size = device.boost_hz * fitted.clock, problem.itemsize
     scores = block_m * block_n
     if size == 4:
         rate = fitted.fma_rate
@@ -299,73 +204,110 @@ def estimate(
     read_second = readers * block_n * dim_v * size
     tensor = max(2.0 * scores * dim_qk / flops_per_cycle, read_first / device.smem_bytes_per_clock)
     tensor += max(2.0 * scores * dim_v / flops_per_cycle, read_second / device.smem_bytes_per_clock)
-    exp = (scores + block_m) / device.exp_per_clock
     tile_bytes = block_n * (dim_qk + dim_v) * size
     smem_moved = tile_bytes + read_first + read_second
     loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size
-    issue = (
-        scores * fitted.issue_per_score / 32
-        + block_m * dim_v * fitted.issue_per_output / 32
-        + block_m * fitted.issue_per_row
-        + num_warps * fitted.issue_per_block
-        + (tile_bytes / 512 * fitted.issue_per_copy if variant.load == "pointer" else 0.0)
-    ) / 4
-    cut_issue = scores * fitted.issue_per_cut_score / 32 / 4
+    copies = tile_bytes / 512 * fitted.issue_per_copy / 4 if variant.load == "pointer" else 0.0
     units = {
         "tensor": tensor,
-        "exp": exp,
-        "issue": issue,
+        "exp": (scores + block_m) / device.exp_per_clock,
+        "issue": _issue(block_m, scores, dim_v, num_warps, fitted) + copies,
         "smem": smem_moved / device.smem_bytes_per_clock,
-        "l2": loaded_bytes / (device.l2_bytes_per_s * fitted.l2_rate / device.num_sms / hz),
+        "l2": loaded_bytes / _l2_bytes_per_cycle(device, fitted),
     }
+    cut_issue = scores * fitted.issue_per_cut_score / 32 / 4
 
     # What a program waits for in a block while it uses no unit.
-    spilled = costly_spill(candidate, resources.spill_bytes, fitted)
-    wait = fitted.block_latency + fitted.spill_latency * spilled + (fitted.spill_wait if spilled else 0.0)
+    wait = fitted.block_latency + _spill_wait(candidate, resources, fitted)
     if stages == 1:
         wait += 2 * fitted.load_latency
     elif stages == 2:
         wait += fitted.drain_latency
-    block = _cycles(fitted, units, wait, programs, num_warps)
-    block_alone = _cycles(fitted, units, wait, 1, num_warps)
-    cut_block = _cycles(fitted, units | {"issue": issue + cut_issue}, wait, programs, num_warps)
-
-    # From blocks to the kernel.
+    cycles = _cycles(fitted, units, wait, programs, num_warps)
     reentries = max(0, walked.loops - walked.row_blocks) * heads if variant.masked_apart else 0
-    total = (
-        (blocks - masked_blocks) * block
-        + masked_blocks * cut_block
-        + tiles * fitted.tile_latency / programs
-        + reentries * fitted.loop_latency / programs
+    return _Loop(
+        blocks=blocks,
+        masked_blocks=heads * walked.cut if variant.masked_apart else blocks,
+        scores=scores,
+        rows=block_m,
+        units=units,
+        cut_issue=cut_issue,
+        cycles=cycles,
+        cut_cycles=_cycles(fitted, units | {"issue": units["issue"] + cut_issue}, wait, programs, num_warps),
+        beside=(tiles * fitted.tile_latency + reentries * fitted.loop_latency) / programs,
+        loaded_bytes=loaded_bytes,
+        smem_bytes=smem_moved,
+        speed_up=_cycles(fitted, units, wait, 1, num_warps) / (programs * cycles),
     )
-    speed_up = block_alone / (programs * block)  # of a program when it is the last one on its SM
-    uneven = _unevenness(candidate, problem, device, programs, tiles, speed_up)
-    compute_s = total / device.num_sms * uneven / hz
 
-    dram_bytes = float(theory.compulsory_bytes(problem) + _reread_bytes(fitted, candidate, problem, device, slots, walked.row_blocks))
-    dram_s = dram_bytes / (device.dram_bytes_per_s * fitted.dram_rate)
-    time_s = max(bound_s, max(compute_s, dram_s) + fitted.launch_s)
-    seconds = {name: blocks * cycles / device.num_sms / hz for name, cycles in units.items()}
-    seconds["issue"] += masked_blocks * cut_issue / device.num_sms / hz
-    seconds["dram"] = dram_s
-    query_bytes = heads * problem.seqlen_q * problem.head_dim_qk * problem.itemsize
-    busiest = max(seconds, key=lambda name: seconds[name])
-    return Estimate(
-        flops=2.0 * scores * (dim_qk + dim_v) * blocks,
-        dram_bytes=dram_bytes,
-        l2_bytes=float(loaded_bytes * blocks + query_bytes + theory.compulsory_write_bytes(problem)),
-        smem_bytes=float(smem_moved * blocks),
-        exp_ops=float((scores + block_m) * blocks),
-        tensor_s=seconds["tensor"],
-        exp_s=seconds["exp"],
-        smem_s=seconds["smem"],
-        l2_s=seconds["l2"],
-        dram_s=dram_s,
-        programs_per_sm=resident,
-        waves=tiles / slots,
-        time_s=time_s,
-        bound_s=bound_s,
-        bound=busiest if seconds[busiest] > 0.4 * time_s else "latency",
+
+def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resources: Resources, programs: int, fitted: Calibration) -> _Loop:
+    """A block is one of a warpgroup: 64 rows. A program's warpgroups are to an SM what several programs are in `_triton_loop`: each goes
+    from its products to its softmax, and the others fill the time. A producer of its own asks for K and V, so loads cost
+    no time while the ring holds more than one block.
+
+    A product m64nNk16 takes N / 2 cycles on the tensor cores, and reads N * 32 bytes of K or V from shared memory and, for scores, 2 KB
+    of Q (at 128 bytes a cycle, blocks of 64 keys are at the limit of both).
+    """
+    variant, config, size = candidate.variant, candidate.config, problem.itemsize
+    block_n, warpgroups, cut = config.block_n, config.block_m // WARPGROUP_ROWS, parts(problem)
+    heads = problem.batch * problem.heads_q
+    dim_qk, dim_v = _tile_dims(candidate, problem)
+    tiles = heads * math.ceil(problem.seqlen_q / config.block_m)
+    skipping = skips(problem, config.block_m, block_n)
+    walked = walk(problem, WARPGROUP_ROWS if skipping else config.block_m, block_n)
+    blocks = heads * (walked.whole + walked.cut) * (1 if skipping else warpgroups)
+    blocks = max(blocks, tiles * warpgroups)
+    masked_blocks = max(blocks - heads * walk(problem, WARPGROUP_ROWS, block_n).whole, tiles * warpgroups)
+    scores = WARPGROUP_ROWS * block_n
+    flops_per_cycle = device.flops_per_s(problem.dtype) / device.num_sms / device.boost_hz
+    read_first = (WARPGROUP_ROWS + block_n) * dim_qk * size
+    read_second = block_n * dim_v * size
+    first = max(2.0 * scores * dim_qk / flops_per_cycle, read_first / device.smem_bytes_per_clock)
+    second = max(2.0 * scores * dim_v / flops_per_cycle, read_second / device.smem_bytes_per_clock)
+    smem_moved = read_first + read_second + block_n * (dim_qk + dim_v) * size / warpgroups
+    loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size / warpgroups
+    units = {
+        "tensor": first + second,
+        "exp": (scores + WARPGROUP_ROWS) / device.exp_per_clock,
+        "issue": _issue(WARPGROUP_ROWS, scores, dim_v, 4, fitted),
+        "smem": smem_moved / device.smem_bytes_per_clock,
+        "l2": loaded_bytes / _l2_bytes_per_cycle(device, fitted),
+    }
+    cut_issue = scores * fitted.issue_per_cut_score / 32 / 4
+    wait = fitted.block_latency + _spill_wait(candidate, resources, fitted)
+    if variant.order == "apart":
+        wait += fitted.block_latency  # between its two products
+    if config.num_stages <= cut.block:
+        wait += fitted.load_latency
+    power = fitted.smem_contention
+    products = math.pow(math.pow(units["tensor"], power) + math.pow(units["smem"], power), 1 / power)
+    meeting = fitted.ping_pong_meeting if variant.ping_pong else fitted.warpgroup_meeting
+
+    def cycles(issue: float) -> float:
+        """As in `_cycles`, but a warpgroup may multiply beside its own softmax."""
+        softmax = units["exp"] + issue
+        beside = fitted.own_overlap * min(second, softmax) if variant.order == "qk_first" else 0.0
+        alone = products + softmax - beside + wait
+        met = meeting * (products**2 + softmax**2) / alone
+        sharing = warpgroups * programs
+        return max(*units.values(), (alone + (sharing - 1) * met) / sharing)
+
+    return _Loop(
+        blocks=blocks,
+        masked_blocks=min(blocks, masked_blocks),
+        scores=scores,
+        rows=WARPGROUP_ROWS,
+        units=units,
+        cut_issue=cut_issue,
+        cycles=cycles(units["issue"]),
+        cut_cycles=cycles(units["issue"] + cut_issue),
+        beside=tiles
+        * (fitted.hopper_tile_latency * (dim_qk + dim_v) + (fitted.hopper_q_latency if config.q_stages == 1 else 0.0))
+        / programs,
+        loaded_bytes=loaded_bytes,
+        smem_bytes=smem_moved,
+        speed_up=1.0,
     )
 
 
@@ -395,9 +337,8 @@ def _unevenness(candidate: Candidate, problem: Problem, device: Device, programs
         # Between one program alone and a full SM, a program's time grows evenly.
         share = 0.0 if rest == 0 else speed_up + (1 - speed_up) * (left - 1) / max(1, programs - 1)
         return max(1.0, (full_waves + share) * slots / tiles)
-    by_program, by_sm = unevenness(
-        problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, programs, config.persistent
-    )
+    in_turn = config.persistent and variant.backend != "hopper"  # whose programs have lists of tiles, balanced as a grid balances itself
+    by_program, by_sm = unevenness(problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, programs, in_turn)
     return max(1.0, by_sm, 1 + (by_program - 1) * speed_up)
 
 

@@ -1,7 +1,9 @@
-"""Candidate -> how it divides a problem: the parts that blocks travel in, and the tiles that each program of a hopper kernel computes."""
+"""How a candidate divides a problem: blocks that tiles walk, parts that blocks travel in, tiles that programs compute, and how evenly."""
 
 import heapq
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -10,12 +12,109 @@ from flashgen.problem import Problem
 
 WARPGROUP_ROWS = 64  # of a product of one warpgroup
 MOST_PART = 128  # columns of K or V that travel together in a hopper kernel: two swizzled TMA boxes
-_BLOCKS_OF_A_TILE = 0.7  # a tile costs as much outside its loop as about so many blocks of keys
+_BLOCKS_OF_A_TILE = 0.7  # a tile of a hopper kernel costs as much outside its loop as about so many blocks of keys
+_KEYS_OF_A_TILE = 96  # a tile of any kernel costs as much outside its loop as about this many keys inside it
 
 
 def tile_dim(head_dim: int) -> int:
     """Columns of a tile that holds this head dim: the power of two not below it, at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tile_rows(seqlen: int) -> int:
+    """Rows of the smallest tile that holds a whole sequence."""
+    return max(16, 1 << max(0, seqlen - 1).bit_length())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Walk:
+    """Blocks of keys that one head's row blocks walk: without a cut, and cut by the mask or the end; sums over the row blocks."""
+
+    row_blocks: int
+    whole: int
+    cut: int
+    most: int  # blocks of the longest row block
+    loops: int  # not empty loops, where whole and cut blocks are walked apart
+    spans: tuple[int, ...]  # keys a row block sees; one entry if all see the same
+
+
+@lru_cache(maxsize=4096)
+def walk(problem: Problem, block_m: int, block_n: int) -> Walk:
+    """How the template walks this problem with these tiles."""
+    low, high = problem.band
+    seqlen_q, seqlen_kv = problem.seqlen_q, problem.seqlen_kv
+    row_blocks = -(-seqlen_q // block_m)
+    if low is None and high is None:
+        whole, cut = seqlen_kv // block_n, int(seqlen_kv % block_n > 0)
+        loops = int(whole > 0) + cut
+        return Walk(
+            row_blocks=row_blocks,
+            whole=whole * row_blocks,
+            cut=cut * row_blocks,
+            most=whole + cut if row_blocks else 0,
+            loops=loops * row_blocks,
+            spans=(seqlen_kv,),
+        )
+    all_whole = all_cut = most = loops = 0
+    spans = []
+    for row in range(0, seqlen_q, block_m):
+        last = seqlen_kv if high is None else min(max(min(row + block_m, seqlen_q) + high, 0), seqlen_kv)
+        first = 0 if low is None else max(row + low, 0)
+        spans.append(max(0, last - first))
+        if last <= first:
+            continue
+        blocks = -(-last // block_n) - first // block_n
+        whole_last = (seqlen_kv if high is None else min(max(row + high + 1, 0), seqlen_kv)) // block_n
+        whole_first = 0 if low is None else -(-max(row + block_m - 1 + low, 0) // block_n)
+        whole = max(0, whole_last - whole_first)
+        all_whole += whole
+        all_cut += blocks - whole
+        most = max(most, blocks)
+        left = low is not None and first // block_n < whole_first
+        loops += int(whole > 0) + int(left) + int(blocks - whole > int(left))
+    return Walk(row_blocks=row_blocks, whole=all_whole, cut=all_cut, most=most, loops=loops, spans=tuple(spans))
+
+
+@lru_cache(maxsize=16384)
+def unevenness(
+    problem: Problem, block_m: int, longest_first: bool, head_group: int, num_sms: int, programs: int, in_turn: bool
+) -> tuple[float, float]:
+    """Time of the busiest program, and of the busiest SM of `programs` each, relative to the mean: 1 is a perfect balance.
+
+    Tiles go to the next free program in launch order, or in turn. Only so many tiles are simulated as decide the outcome: the last
+    ones, which decide how a grid ends, or the first where they go in turn, whose imbalance repeats.
+    """
+    heads = problem.batch * problem.heads_q
+    row_blocks = -(-problem.seqlen_q // block_m)
+    tiles, slots = heads * row_blocks, num_sms * programs
+    weights = [span + _KEYS_OF_A_TILE for span in walk(problem, block_m, block_m).spans]
+    if len(weights) == 1 or max(weights) == min(weights):
+        return math.ceil(tiles / slots) * slots / tiles, math.ceil(tiles / num_sms) * num_sms / tiles
+    if longest_first:
+        weights.reverse()
+    groups = [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
+
+    def in_order(groups: list[int]) -> Iterator[int]:
+        return (weight for here in groups for weight in weights for _ in range(here))
+
+    if in_turn:
+        first = list(itertools.islice(in_order(groups), 32 * slots))
+        loads = [sum(first[slot::slots]) for slot in range(slots)]
+        sms = [sum(loads[sm::num_sms]) for sm in range(num_sms)]
+        return max(loads) * slots / sum(loads), max(sms) * num_sms / sum(loads)
+    total = sum(weights) * heads
+    tail: list[int] = []
+    while groups and len(tail) < 6 * slots:
+        tail = [*in_order([groups.pop()]), *tail]
+
+    def end(slots: int) -> float:
+        last = tail[-(8 * slots) :]
+        free = [(total - sum(last)) / slots] * slots
+        for weight in last:
+            heapq.heapreplace(free, free[0] + weight)
+        return max(free) * slots / total
+
+    return end(slots), end(num_sms)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +124,11 @@ class Parts:
     part: int
     qk: int
     v: int
+
+    @property
+    def block(self) -> int:
+        """Slots of the ring that K and V of a block of keys take."""
+        return self.qk + self.v
 
 
 def parts(problem: Problem) -> Parts:
@@ -56,7 +160,7 @@ def least_stages(problem: Problem, block_m: int, block_n: int) -> int:
     """
     cut = parts(problem)
     skipped = math.ceil((block_m - WARPGROUP_ROWS) / block_n) if skips(problem, block_m, block_n) else 0
-    return cut.qk + cut.v + skipped * (cut.qk + cut.v)
+    return (1 + skipped) * cut.block
 
 
 @lru_cache(maxsize=256)

@@ -1,0 +1,146 @@
+"""Resources: registers and shared memory that a candidate will need of an SM, before a compiler was asked."""
+
+import math
+
+from flashgen.candidate import Candidate, Config
+from flashgen.device import Device
+from flashgen.problem import Problem
+from flashgen.record import Resources
+from flashgen.schedule import WARPGROUP_ROWS, parts, tile_dim
+
+# Registers of a thread, fitted to what Triton 3.6's compiler says for sm_90a.
+_BESIDE = 15  # accumulators, scores and probabilities
+_PIPELINE = 18  # more, with more than one stage or a mask
+_MASK = 6  # more, with a mask
+_POINTER = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
+_BESIDE_HOPPER = 25  # of a consumer of a hopper kernel
+_BESIDE_APART = 33  # of one whose weights are gone when the scores come
+
+# Spilled bytes that cost nothing: they lie outside the loop.
+_FREE_SPILL = 60.0
+_FREE_SPILL_POINTER = 560.0  # where pointers load the tiles: addresses
+_FREE_SPILL_HOPPER = 240.0  # an estimate: 64 columns, 192 x 128, spill 170 to 230, and such a kernel was the fastest
+
+
+def uses_warpgroups(candidate: Candidate, problem: Problem, device: Device) -> bool:
+    """Whether products run as warpgroup (wgmma, tcgen05) instructions, which need 4 warps, 64 rows and 16-bit elements."""
+    return _warpgroups(candidate, problem, device.capability)
+
+
+def _warpgroups(candidate: Candidate, problem: Problem, capability: int) -> bool:
+    config = candidate.config
+    return 90 <= capability < 120 and problem.itemsize == 2 and config.num_warps % 4 == 0 and config.block_m >= 64
+
+
+def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = None) -> int:
+    """Shared memory that the kernel will ask for, as Triton 3.6 to 3.9 lay it out; without a device as for Hopper.
+
+    Found by compiling for sm_80 and sm_90a; exact to about 128 bytes.
+    """
+    if candidate.variant.backend == "hopper":
+        return _hopper_smem_bytes(candidate, problem)
+    config, size = candidate.config, problem.itemsize
+    # Q stays for the whole loop; K and V have num_stages buffers each, or one less where products read registers (mma.sync) and a
+    # tile is free once it was read. With one stage V takes K's place.
+    k_bytes = config.block_n * tile_dim(problem.head_dim_qk) * size
+    v_bytes = config.block_n * tile_dim(problem.head_dim_v) * size
+    total = q_bytes = config.block_m * tile_dim(problem.head_dim_qk) * size
+    capability = 90 if device is None else device.capability
+    from_smem = _warpgroups(candidate, problem, capability)
+    if config.num_stages == 1:
+        total += max(k_bytes, v_bytes)
+    else:
+        total += (config.num_stages if from_smem else config.num_stages - 1) * (k_bytes + v_bytes)
+    if size == 4:
+        total += config.block_m * config.block_n * size + 4 * config.block_m  # probabilities and row statistics change layout
+    elif not from_smem and config.num_warps > 1 and (capability >= 90 or tile_dim(problem.head_dim_v) > 128):
+        total += config.block_m * config.block_n * size
+    if candidate.variant.load == "tma":
+        # Barriers come last, or before tiles that are aligned to 1024 bytes if K (or with one stage V) has more room than Q.
+        tiles_bytes = max(k_bytes, v_bytes) if config.num_stages == 1 else config.num_stages * k_bytes
+        total += 1024 if tiles_bytes > q_bytes else 16 * config.num_stages
+    return total
+
+
+def _hopper_smem_bytes(candidate: Candidate, problem: Problem) -> int:
+    """Q's buffers, the ring of K and V, one part of the output for each warpgroup, a pair of barriers for each buffer."""
+    config, cut = candidate.config, parts(problem)
+    rows = config.q_stages * config.block_m * cut.qk + config.num_stages * config.block_n + config.block_m
+    barriers = 2 * (config.q_stages * config.block_m // WARPGROUP_ROWS + config.num_stages)
+    return rows * cut.part * problem.itemsize + 8 * barriers + 256  # what the warps pass on to each other when they part
+
+
+def consumer_registers(config: Config) -> int:
+    """Registers of a consumer's thread in a hopper kernel: three warpgroups share what two have."""
+    return 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160
+
+
+def wanted_by_consumer(candidate: Candidate, problem: Problem) -> int:
+    """Registers that a consumer's thread of a hopper kernel needs: for its accumulators, scores, and in most orders weights beside them.
+
+    With more than it has, ptxas puts a wait behind every product (C7512), and spills.
+    """
+    config, cut = candidate.config, parts(problem)
+    held = cut.v * cut.part // 2 + config.block_n // 2
+    return held + _BESIDE_APART if candidate.variant.order == "apart" else held + config.block_n // 4 + _BESIDE_HOPPER
+
+
+def launched_warps(config: Config, backend: str) -> int:
+    """Warps of a program: hopper kernels have a producer beside their consumers, and warps come in warpgroups."""
+    return config.num_warps + 4 if backend == "hopper" else config.num_warps
+
+
+def register_limit(candidate: Candidate, device: Device) -> int:
+    """Most registers a thread may have: the architecture's 255, its share of the file, and the candidate's own cap."""
+    threads = 32 * launched_warps(candidate.config, candidate.variant.backend)
+    return min(255, device.registers_per_sm // threads // 8 * 8, candidate.config.maxnreg or 255)
+
+
+def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
+    """What the compiler may say of this kernel. For 16-bit elements by TMA, registers are mostly right to 10 and spills to a factor of 2.
+
+    A thread holds its accumulators, its scores, and the probabilities in the inputs' type; in need, half of these take the place of
+    scores. A register that is still missing is spilled about twice. A hopper kernel takes all registers of an SM, and shares them out.
+    """
+    config, size = candidate.config, problem.itemsize
+    limit = register_limit(candidate, device)
+    if candidate.variant.backend == "hopper":
+        wanted, least = float(limit), float(limit + max(0, wanted_by_consumer(candidate, problem) - consumer_registers(config)))
+    else:
+        threads = 32 * config.num_warps
+        scores = config.block_m * config.block_n / threads
+        probabilities = scores * size / 4
+        wanted = config.block_m * tile_dim(problem.head_dim_v) / threads + scores + probabilities + _BESIDE
+        masked = candidate.variant.mask != "full"
+        if config.num_stages > 1 or masked:
+            wanted += _PIPELINE
+        if masked:
+            wanted += _MASK
+        if candidate.variant.load == "pointer":
+            wanted += _POINTER + config.block_n * tile_dim(problem.head_dim_qk) / threads
+        if not uses_warpgroups(candidate, problem, device):
+            wanted += config.block_m * tile_dim(problem.head_dim_qk) * size / 4 / threads  # Q
+        least = wanted - probabilities / 2
+        if size == 4:  # ordinary cores take both operands from registers
+            wanted, least = wanted * 1.5, least * 1.5
+    return Resources(
+        registers=max(1, math.ceil(min(wanted, limit))),
+        spill_bytes=math.ceil(8 * max(0.0, least - limit)),
+        smem_bytes=smem_bytes(candidate, problem, device),
+        binary_sha256="",
+    )
+
+
+def costly_spill(candidate: Candidate, spill_bytes: float) -> float:
+    """Spilled bytes that the loop pays for: the first ones are values that it hardly needs."""
+    if candidate.variant.backend == "hopper":
+        return max(0.0, spill_bytes - _FREE_SPILL_HOPPER)
+    return max(0.0, spill_bytes - (_FREE_SPILL_POINTER if candidate.variant.load == "pointer" else _FREE_SPILL))
+
+
+def programs_per_sm(num_warps: int, registers_per_thread: float, smem: int, device: Device) -> int:
+    """How many programs fit on an SM at once: registers come 8 a thread at a time, shared memory with 1 KiB a program on top."""
+    threads = 32 * num_warps
+    by_registers = device.registers_per_sm // (threads * 8 * math.ceil(registers_per_thread / 8))
+    by_smem = device.smem_per_sm_bytes // (smem + 1024)
+    return min(by_registers, by_smem, device.threads_per_sm // threads, device.blocks_per_sm)

@@ -1,0 +1,230 @@
+"""Legality of warp-specialised kernels for sm_90: clauses in the order in which they are judged."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from flashgen import resources, schedule
+from flashgen.candidate import Candidate, Config, Variant
+from flashgen.device import Device
+from flashgen.problem import Problem
+from flashgen.schedule import WARPGROUP_ROWS, tile_rows
+
+MOST_STAGES = 12  # slots of the ring
+MOST_BLOCKS = 4  # of keys in the ring
+SPARE_REGISTERS = 40  # of a thread; a kernel that has as many left gains nothing from the order that saves some
+
+Violation = tuple[str, str]  # name of the constraint, message
+
+
+def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
+    """What keeps every kernel of this backend away from a problem or device."""
+    if device.capability != 90:
+        yield "sm_90", f"{device.name} is {device.arch}, hopper kernels run on sm_90 alone"
+    if problem.itemsize != 2:
+        yield "dtype", f"elements have {problem.itemsize} bytes, warpgroup products take 2"
+    if not problem.aligned_16:
+        yield "tma", "needs addresses and strides that are multiples of 16 bytes, the problem has others"
+    for name in ("head_dim_qk", "head_dim_v"):
+        dim = getattr(problem, name)
+        if dim * problem.itemsize % 16:
+            yield "tma", f"{name} of {dim} makes rows of {dim * problem.itemsize} bytes, TMA needs a multiple of 16"
+        # Everything is padded to 64 columns: four times the work of a portable kernel with 16.
+        if dim <= 16:
+            yield name, f"is {dim}, padding to 64 columns only pays above 16"
+    cut = schedule.parts(problem)
+    if cut.v > 2:
+        yield "head_dim_v", f"is {problem.head_dim_v}, which makes {cut.v} parts of {cut.part} columns, kernels have at most 2"
+    for name, rows in (("seqlen_q", WARPGROUP_ROWS), ("seqlen_kv", 64)):
+        seqlen = getattr(problem, name)
+        if tile_rows(seqlen) < rows:
+            yield name, f"is {seqlen}, tiles of {rows} rows need more than {rows // 2}"
+
+
+def axes(problem: Problem, masked: bool) -> dict[str, list[Any]]:
+    """Choices of every knob. Of candidates with the same estimate the first is tried: the deepest ring, the most buffers."""
+    cut = schedule.parts(problem)
+    most_heads = 1 << max(0, (problem.batch * problem.heads_q).bit_length() - 1)
+    return {
+        "backend": ["hopper"],
+        "load": ["tma"],
+        "order": ["qk_first", "pv_first", "apart"],
+        "ping_pong": [True, False],
+        "block_m": [64, 128, 192],
+        "block_n": [64, 128],
+        "num_warps": [4, 8, 12],
+        "num_stages": list(range(min(MOST_STAGES, MOST_BLOCKS * cut.block), cut.block - 1, -1)),
+        "q_stages": [2, 1],
+        "maxnreg": [None],
+        "masked_apart": [True],
+        "persistent": [True],
+        "longest_first": [True, False] if masked else [False],
+        "head_group": sorted({min(group, most_heads) for group in (1, 4, 8)}) if masked else [1],
+    }
+
+
+def rings(candidate: Candidate, problem: Problem, device: Device) -> list[int]:
+    """Sensible lengths of the ring for this tile: two to four blocks of keys, or what fits; none if not even the least does."""
+    config, cut = candidate.config, schedule.parts(problem)
+    block, least = cut.block, schedule.least_stages(problem, config.block_m, config.block_n)
+    one = replace(candidate, config=replace(config, num_stages=1))
+    two = replace(candidate, config=replace(config, num_stages=2))
+    needed = resources.smem_bytes(one, problem, device)
+    slot = resources.smem_bytes(two, problem, device) - needed
+    fit = 1 + (device.smem_per_block_bytes - needed) // slot
+    blocks = MOST_BLOCKS
+    if _tiles(problem, config.block_m) <= device.num_sms:  # the ring ends with the only tile
+        blocks = min(blocks, max(1, schedule.walk(problem, config.block_m, config.block_n).most))
+    most = min(fit, max(least, min(MOST_STAGES, blocks * block)))
+    found = [ring for ring in range(block, most + 1, block) if ring >= max(least, min(2, blocks) * block)]
+    if least <= most and most not in found:
+        found.append(most)
+    return found
+
+
+def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
+    """Clauses about the tile and how it is loaded; they do not look at the order of work."""
+    variant, config = candidate.variant, candidate.config
+    if config.block_m not in (64, 128, 192):
+        yield "block_m", f"is {config.block_m}, one to three warpgroups make 64, 128 or 192"
+        return
+    if config.block_n not in (64, 128):
+        yield "block_n", f"is {config.block_n}, must be 64 or 128"
+        return
+    if config.num_warps != config.block_m // 16:
+        yield "num_warps", f"is {config.num_warps}, {config.block_m} rows have {config.block_m // 16}"
+        return
+    broken = list(misfits(problem, device))
+    if broken:
+        yield from broken
+        return
+    for name, given, needed in (("load", variant.load, "tma"), ("maxnreg", config.maxnreg, None)):
+        if given != needed:
+            yield name, f"is {given!r}, must be {needed!r}: hopper kernels have no such choice"
+    for name, value, seqlen in (("block_m", config.block_m, problem.seqlen_q), ("block_n", config.block_n, problem.seqlen_kv)):
+        if value > tile_rows(seqlen):
+            yield name, f"is {value}, seqlen {seqlen} fills {tile_rows(seqlen)}"
+
+    # Registers: too few serialise every product. The order that saves some is for tiles that are short of them.
+    limit = resources.consumer_registers(config)
+    wanted = resources.wanted_by_consumer(candidate, problem)
+    if variant.order == "":
+        yield "order", "is empty, a hopper kernel issues its two products in one of 3 orders"
+    elif wanted > limit:
+        yield "registers", f"a consumer's thread needs about {wanted}, it has {limit}"
+    elif variant.order == "apart":
+        plain = resources.wanted_by_consumer(replace(candidate, variant=replace(variant, order="pv_first")), problem)
+        if plain <= limit - SPARE_REGISTERS:
+            yield "order", f"is apart, which saves registers, but pv_first needs only about {plain} of {limit}"
+
+    # Turns are taken by two warpgroups or more. A second buffer of Q is for a program's second tile.
+    if variant.ping_pong and config.block_m <= WARPGROUP_ROWS:
+        yield "ping_pong", f"needs 2 warpgroups, {config.block_m} rows have {config.block_m // WARPGROUP_ROWS}"
+    if config.q_stages > 2:
+        yield "q_stages", f"is {config.q_stages}, at most 2 are of use"
+    tiles = _tiles(problem, config.block_m)
+    if config.q_stages > 1 and tiles <= device.num_sms:
+        yield "q_stages", f"is {config.q_stages}, but {tiles} tiles leave {device.num_sms} SMs one each"
+    least = schedule.least_stages(problem, config.block_m, config.block_n)
+    if config.num_stages < least:
+        yield "num_stages", f"is {config.num_stages}, the ring needs {least} slots"
+    smem = resources.smem_bytes(candidate, problem, device)
+    if smem > device.smem_per_block_bytes:
+        yield "smem", f"needs {smem} bytes, {device.name} has {device.smem_per_block_bytes}"
+    elif config.num_stages >= least:
+        sensible = rings(candidate, problem, device)
+        if config.num_stages not in sensible:
+            yield "num_stages", f"is {config.num_stages}, sensible rings here have {', '.join(map(str, sensible))} slots"
+
+
+def order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
+    """Clauses about the order of work."""
+    variant, config = candidate.variant, candidate.config
+    for name, given in (("masked_apart", variant.masked_apart), ("persistent", config.persistent)):
+        if not given:
+            yield name, "is False, must be True: hopper kernels have no such choice"
+    # Lists of tiles are balanced best if the longest come first; with one tile a program, or equal ones, there is nothing to order.
+    ordered, tiles = is_ordered(problem, device, config.block_m), _tiles(problem, config.block_m)
+    idle = f"mask {variant.mask}, {tiles} tiles and {device.num_sms} SMs leave nothing to order"
+    if ordered and not variant.longest_first:
+        yield "longest_first", f"is not set, but {tiles} tiles of unequal length are shared by {device.num_sms} SMs"
+    if variant.longest_first and not ordered:
+        yield "longest_first", f"is set, but {idle}"
+    heads = problem.batch * problem.heads_q
+    if config.head_group > max(1, heads):
+        yield "head_group", f"is {config.head_group}, batch * heads_q is {heads}"
+    elif config.head_group > 1 and not ordered:
+        yield (
+            "head_group",
+            f"is {config.head_group}, but {idle}",
+        )
+
+
+def is_ordered(problem: Problem, device: Device, block_m: int) -> bool:
+    """Whether the order of tiles matters: they are unequal, and some program computes several."""
+    return problem.band != (None, None) and problem.seqlen_q > block_m and _tiles(problem, block_m) > device.num_sms
+
+
+def pick(problem: Problem) -> Candidate:
+    """A good kernel for large problems with these head dims, as measured on an H200 with probes (2026-11-29); it may not fit."""
+    cut = schedule.parts(problem)
+    dim = cut.part * max(cut.qk, cut.v)
+    if dim <= 64:
+        order, block_m, block_n = "pv_first", 192, 128  # 559 TFLOP/s full, 527 causal (N 8192)
+    elif dim <= 128:
+        order, block_m, block_n = "qk_first", 128, 128  # 682 and 673
+    else:
+        order, block_m, block_n = "pv_first", 128, 64  # 694 and 698
+    numbers = Config(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=block_m // 16,
+        num_stages={64: 6, 128: 4}.get(dim, 8),
+        head_group=8,
+        persistent=True,
+        q_stages=2 if dim <= 128 else 1,
+    )
+    return Candidate(variant=Variant(backend="hopper", load="tma", order=order, ping_pong=True), config=numbers)
+
+
+def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:
+    """A candidate with the structure that the problem requires, made to fit: one buffer of Q, fewer registers, smaller tiles, as needed."""
+    variant, config = candidate.variant, candidate.config
+    if any(misfits(problem, device)):
+        return None
+    heads = problem.batch * problem.heads_q
+    block_m, block_n = min(config.block_m, tile_rows(problem.seqlen_q)), min(config.block_n, tile_rows(problem.seqlen_kv))
+    for rows, keys, order, q_stages in itertools.product(
+        [rows for rows in (block_m, 128, 64) if rows <= block_m],
+        [keys for keys in (block_n, 64) if keys <= block_n],
+        (variant.order, "pv_first", "apart"),
+        range(config.q_stages, 0, -1),
+    ):
+        ordered = is_ordered(problem, device, rows)
+        shrunk = Candidate(
+            variant=replace(
+                variant, order=order, ping_pong=variant.ping_pong and rows > WARPGROUP_ROWS, longest_first=ordered, masked_apart=True
+            ),
+            config=replace(
+                config,
+                block_m=rows,
+                block_n=keys,
+                num_warps=max(1, rows // 16),
+                q_stages=q_stages,
+                head_group=min(config.head_group, 1 << (heads.bit_length() - 1)) if ordered else 1,
+                persistent=True,
+            ),
+        )
+        fitting = rings(shrunk, problem, device)
+        if fitting:
+            stages = max((ring for ring in fitting if ring <= config.num_stages), default=fitting[0])
+            shrunk = replace(shrunk, config=replace(shrunk.config, num_stages=stages))
+            if not any(tile_violations(shrunk, problem, device)) and not any(order_violations(shrunk, problem, device)):
+                return shrunk
+    return None
+
+
+def _tiles(problem: Problem, block_m: int) -> int:
+    return problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / block_m)
