@@ -18,7 +18,7 @@ from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
 from flashgen.resources import costly_spill, guess, launched_warps, uses_warpgroups
 from flashgen.resources import programs_per_sm as programs_per_sm
-from flashgen.schedule import WARPGROUP_ROWS, parts, skips, tile_dim, unevenness, walk
+from flashgen.schedule import WARPGROUP_ROWS, parts, shares, tile_dim, unevenness, walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,10 +254,8 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     heads = problem.batch * problem.heads_q
     dim_qk, dim_v = _tile_dims(candidate, problem)
     tiles = heads * math.ceil(problem.seqlen_q / config.block_m)
-    skipping = skips(problem, config.block_m, block_n)
-    walked = walk(problem, WARPGROUP_ROWS if skipping else config.block_m, block_n)
-    blocks = heads * (walked.whole + walked.cut) * (1 if skipping else warpgroups)
-    blocks = max(blocks, tiles * warpgroups)
+    loaded, walked = shares(problem, config.block_m, block_n)
+    blocks = heads * walked
     masked_blocks = max(blocks - heads * walk(problem, WARPGROUP_ROWS, block_n).whole, tiles * warpgroups)
     scores = WARPGROUP_ROWS * block_n
     flops_per_cycle = device.flops_per_s(problem.dtype) / device.num_sms / device.boost_hz
@@ -265,8 +263,8 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     read_second = block_n * dim_v * size
     first = max(2.0 * scores * dim_qk / flops_per_cycle, read_first / device.smem_bytes_per_clock)
     second = max(2.0 * scores * dim_v / flops_per_cycle, read_second / device.smem_bytes_per_clock)
-    smem_moved = read_first + read_second + block_n * (dim_qk + dim_v) * size / warpgroups
-    loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size / warpgroups
+    smem_moved = read_first + read_second + block_n * (dim_qk + dim_v) * size * loaded / walked
+    loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size * loaded / walked
     units = {
         "tensor": first + second,
         "exp": (scores + WARPGROUP_ROWS) / device.exp_per_clock,

@@ -186,9 +186,31 @@ def tile_lists(candidate: Candidate, problem: Problem, programs: int) -> tuple[t
     return tuple(tuple(tiles) for tiles in lists)
 
 
+@lru_cache(maxsize=1024)
+def shares(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
+    """(blocks of keys that a hopper kernel loads, blocks that its warpgroups walk): sums over the tiles of one head."""
+    row_blocks, warpgroups = math.ceil(problem.seqlen_q / block_m), block_m // WARPGROUP_ROWS
+    if problem.band == (None, None):
+        loaded = row_blocks * _blocks(problem, 0, block_m, block_n)
+        return loaded, loaded * warpgroups
+    loaded = walked = 0
+    for row in range(0, problem.seqlen_q, block_m):
+        first, end = _seen(problem, row, block_m, block_n)
+        loaded += max(1, end - first)
+        for own in range(row, row + block_m, WARPGROUP_ROWS):
+            own_end = _seen(problem, own, WARPGROUP_ROWS, block_n)[1] if skips(problem, block_m, block_n) else end
+            walked += max(1, min(own_end, end) - first)
+    return loaded, walked
+
+
 def _blocks(problem: Problem, row: int, block_m: int, block_n: int) -> int:
     """Blocks of keys that the tile with this first row walks; at least one."""
+    first, end = _seen(problem, row, block_m, block_n)
+    return max(1, end - first)
+
+
+def _seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[int, int]:
+    """(first, end) of the blocks of keys that some of these rows see."""
     low, high = problem.band
-    end = problem.seqlen_kv if high is None else min(max(min(row + block_m, problem.seqlen_q) + high, 0), problem.seqlen_kv)
-    first = 0 if low is None else max(row + low, 0) // block_n
-    return max(1, math.ceil(end / block_n) - first)
+    end = problem.seqlen_kv if high is None else min(max(min(row + rows, problem.seqlen_q) + high, 0), problem.seqlen_kv)
+    return 0 if low is None else max(row + low, 0) // block_n, math.ceil(end / block_n)

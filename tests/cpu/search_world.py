@@ -12,6 +12,7 @@ from flashgen.device import Device
 from flashgen.errors import BuildError
 from flashgen.problem import Problem
 from flashgen.record import Measurement, Peer, Provenance, Resources, Status
+from flashgen.resources import guess
 from flashgen.search.loop import Clock, Search
 from flashgen.search.outcome import Budget, Event
 from flashgen.search.worker import Decide, Decision
@@ -99,7 +100,7 @@ class FakeCompiler:
 
 
 def resources(candidate: Candidate, problem: Problem, binary: str) -> Resources:
-    return replace(cost.guess(candidate, problem, H200), binary_sha256=binary)
+    return replace(guess(candidate, problem, H200), binary_sha256=binary)
 
 
 class FakeMeasurer:

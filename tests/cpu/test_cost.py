@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen import cost, space, theory
+from flashgen import cost, resources, schedule, space, theory
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
@@ -38,7 +38,7 @@ def tflops(estimate, problem):
     return problem.flops / estimate.time_s / 1e12
 
 
-def resources(registers=168, spill_bytes=0, smem_bytes=100_000):
+def compiled(registers=168, spill_bytes=0, smem_bytes=100_000):
     return Resources(registers=registers, spill_bytes=spill_bytes, smem_bytes=smem_bytes, binary_sha256="")
 
 
@@ -91,10 +91,10 @@ def test_more_work_is_never_less(problem, device, data):
 @given(problems, devices, st.data())
 def test_spills_and_fat_kernels_are_never_faster(problem, device, data):
     each = data.draw(st.sampled_from(space.candidates(problem, device)))
-    lean = cost.estimate(each, problem, device, resources(registers=64))
-    spilled = cost.estimate(each, problem, device, resources(registers=64, spill_bytes=400))
+    lean = cost.estimate(each, problem, device, compiled(registers=64))
+    spilled = cost.estimate(each, problem, device, compiled(registers=64, spill_bytes=400))
     assert spilled.time_s >= lean.time_s
-    fat = cost.estimate(each, problem, device, resources(registers=64, smem_bytes=150_000))
+    fat = cost.estimate(each, problem, device, compiled(registers=64, smem_bytes=150_000))
     assert fat.programs_per_sm <= lean.programs_per_sm
 
 
@@ -121,7 +121,7 @@ sides = st.none() | st.integers(0, 70)
 def test_walked_blocks_hold_every_visible_pair_and_whole_blocks_need_no_mask(problem, block_m, block_n):
     """Judged pair by pair: a block is whole if every row of the tile, also beyond the end, sees all of it."""
     low, high = problem.band
-    walked = cost.walk(problem, block_m, block_n)
+    walked = schedule.walk(problem, block_m, block_n)
     visible = whole = most = 0
     for row in range(0, problem.seqlen_q, block_m):
         here = 0
@@ -145,7 +145,7 @@ def test_walked_blocks_hold_every_visible_pair_and_whole_blocks_need_no_mask(pro
 
 
 def test_walk_of_a_causal_square():
-    walked = cost.walk(cell(mask="causal", seqlen=1024), 128, 64)
+    walked = schedule.walk(cell(mask="causal", seqlen=1024), 128, 64)
     assert (walked.row_blocks, walked.whole, walked.cut, walked.most) == (8, 2 * (0 + 1 + 2 + 3 + 4 + 5 + 6 + 7), 16, 16)
 
 
@@ -177,7 +177,7 @@ def test_wasted_parts_of_tiles_count():
 )
 def test_shared_memory_is_what_the_compiler_asks_for(device, load, head_dim, tile, num_warps, num_stages, dtype, reported):
     made = candidate(load=load, block_m=tile[0], block_n=tile[1], num_warps=num_warps, num_stages=num_stages)
-    assert cost.smem_bytes(made, cell(head_dim, dtype=dtype), device) == pytest.approx(reported, abs=128)
+    assert resources.smem_bytes(made, cell(head_dim, dtype=dtype), device) == pytest.approx(reported, abs=128)
 
 
 # From Triton 3.6.0's compiler for sm_90a, full masks (2026-11-29): registers and spilled bytes.
@@ -199,28 +199,28 @@ def test_shared_memory_is_what_the_compiler_asks_for(device, load, head_dim, til
 )
 def test_registers_and_spills_are_guessed(load, head_dim, tile, num_warps, num_stages, registers, spilled):
     made = candidate(load=load, block_m=tile[0], block_n=tile[1], num_warps=num_warps, num_stages=num_stages)
-    guess = cost.guess(made, cell(head_dim), H200)
+    guess = resources.guess(made, cell(head_dim), H200)
     assert guess.registers == pytest.approx(registers, abs=45 if load == "pointer" else 12)
     assert guess.spill_bytes == pytest.approx(spilled, rel=0.5, abs=50)
-    assert (cost.costly_spill(made, guess.spill_bytes) > 100) == (spilled > 100)
+    assert (resources.costly_spill(made, guess.spill_bytes) > 100) == (spilled > 100)
 
 
 def test_the_first_spills_cost_nothing():
-    lean, wide = (cost.estimate(candidate(), cell(), H200, resources(spill_bytes=spilled)).time_s for spilled in (0, 24))
+    lean, wide = (cost.estimate(candidate(), cell(), H200, compiled(spill_bytes=spilled)).time_s for spilled in (0, 24))
     assert lean == wide
-    assert cost.estimate(candidate(), cell(), H200, resources(spill_bytes=320)).time_s > 1.3 * lean
+    assert cost.estimate(candidate(), cell(), H200, compiled(spill_bytes=320)).time_s > 1.3 * lean
 
 
 def test_programs_per_sm_by_each_limit():
-    assert cost.programs_per_sm(4, 168, 1024, H200) == 3  # registers
-    assert cost.programs_per_sm(4, 32, 113 * 1024, H200) == 2  # shared memory, 1 KiB more each
-    assert cost.programs_per_sm(32, 16, 1024, H200) == 2  # threads
-    assert cost.programs_per_sm(1, 16, 1024, H200) == 32  # blocks
+    assert resources.programs_per_sm(4, 168, 1024, H200) == 3  # registers
+    assert resources.programs_per_sm(4, 32, 113 * 1024, H200) == 2  # shared memory, 1 KiB more each
+    assert resources.programs_per_sm(32, 16, 1024, H200) == 2  # threads
+    assert resources.programs_per_sm(1, 16, 1024, H200) == 32  # blocks
 
 
 def test_compiled_resources_replace_guesses():
-    one = cost.estimate(candidate(block_n=64), cell(), H200, resources(registers=168, smem_bytes=100_000))
-    two = cost.estimate(candidate(block_n=64), cell(), H200, resources(registers=128, smem_bytes=100_000))
+    one = cost.estimate(candidate(block_n=64), cell(), H200, compiled(registers=168, smem_bytes=100_000))
+    two = cost.estimate(candidate(block_n=64), cell(), H200, compiled(registers=128, smem_bytes=100_000))
     assert (one.programs_per_sm, two.programs_per_sm) == (1, 2)
     assert two.time_s < one.time_s
 
@@ -250,11 +250,11 @@ MEASURED = [
 ]
 
 
-@pytest.mark.parametrize(("head_dim", "mask", "seqlen", "numbers", "compiled", "measured_us"), MEASURED)
-def test_known_kernels_come_out_near_their_measured_time(head_dim, mask, seqlen, numbers, compiled, measured_us):
-    registers, spilled, smem = compiled
+@pytest.mark.parametrize(("head_dim", "mask", "seqlen", "numbers", "said", "measured_us"), MEASURED)
+def test_known_kernels_come_out_near_their_measured_time(head_dim, mask, seqlen, numbers, said, measured_us):
+    registers, spilled, smem = said
     made = candidate(mask=mask, **numbers)
-    estimate = cost.estimate(made, cell(head_dim, mask, seqlen), H200, resources(registers, spilled, smem))
+    estimate = cost.estimate(made, cell(head_dim, mask, seqlen), H200, compiled(registers, spilled, smem))
     assert estimate.time_s * 1e6 == pytest.approx(measured_us, rel=0.2)
 
 
@@ -274,7 +274,7 @@ def test_known_kernels_come_out_near_their_measured_time(head_dim, mask, seqlen,
 def test_other_kernels_of_the_same_kind_come_out_near_their_measured_speed(head_dim, mask, load, tile, num_warps, measured):
     made = candidate(load=load, mask=mask, block_m=tile[0], block_n=tile[1], num_warps=num_warps)
     problem = cell(head_dim, mask)
-    guess = dataclasses.replace(cost.guess(made, problem, H200), spill_bytes=0)
+    guess = dataclasses.replace(resources.guess(made, problem, H200), spill_bytes=0)
     assert tflops(cost.estimate(made, problem, H200, guess), problem) == pytest.approx(measured, rel=0.25)
 
 
@@ -302,15 +302,15 @@ def test_heads_that_do_not_fit_l2_are_read_again():
 def test_unevenness_of_a_grid():
     """8 row blocks of 1 to 8 units: longest first ends evenly, in turn it does not."""
     problem = cell(mask="causal", seqlen=1024, batch=1, heads_q=16, heads_kv=16)
-    sorted_end, _ = cost.unevenness(problem, 128, True, 16, 24, 1, False)
-    unsorted_end, _ = cost.unevenness(problem, 128, False, 16, 24, 1, False)
+    sorted_end, _ = schedule.unevenness(problem, 128, True, 16, 24, 1, False)
+    unsorted_end, _ = schedule.unevenness(problem, 128, False, 16, 24, 1, False)
     assert 1 <= sorted_end < 1.05 < unsorted_end
     # With as many programs as row blocks, each persistent program gets the same row block of every head.
-    by_program, by_sm = cost.unevenness(problem, 128, True, 1, 4, 2, True)
+    by_program, by_sm = schedule.unevenness(problem, 128, True, 1, 4, 2, True)
     assert by_program > 1.6
     assert by_program > by_sm > 1.2  # two programs of an SM share its work
     waves = math.ceil(1024 * 2 / 132) * 132 / (1024 * 2)
-    assert cost.unevenness(cell(), 128, False, 1, 132, 1, False) == (waves, waves)
+    assert schedule.unevenness(cell(), 128, False, 1, 132, 1, False) == (waves, waves)
 
 
 def test_a_grid_of_whole_waves_is_even():
