@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from flashgen import cost
 from flashgen.build.kernel import TENSORS, Kernel, block_of, build, constants_of
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.problem import Problem
+from flashgen.resources import programs_per_sm
 from flashgen.schedule import tile_lists
 from flashgen.space import MOST_GRID
 
@@ -184,7 +184,7 @@ def prepare(
     loaded = kernel.on(index)
     if config.persistent:
         metadata = loaded.metadata
-        at_once = cost.programs_per_sm(metadata.num_warps, loaded.n_regs, metadata.shared, device)
+        at_once = programs_per_sm(metadata.num_warps, loaded.n_regs, metadata.shared, device)
         grid = min(grid, device.num_sms * max(1, at_once))
     if grid > MOST_GRID:
         raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MOST_GRID}")

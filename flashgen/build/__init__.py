@@ -10,9 +10,20 @@ No module here initialises CUDA, but for Kernel.on, which loads a kernel on a de
 """
 
 from flashgen.build.binary import ptxas_log, sass_mix
-from flashgen.build.kernel import Kernel, build
+from flashgen.build.kernel import Kernel, build, constants_of
 from flashgen.build.modules import CacheInfo, cache_info, clear_cache
 from flashgen.build.pool import CompilePool
 from flashgen.build.standalone import export
 
-__all__ = ["CacheInfo", "CompilePool", "Kernel", "build", "cache_info", "clear_cache", "export", "ptxas_log", "sass_mix"]
+__all__ = [
+    "CacheInfo",
+    "CompilePool",
+    "Kernel",
+    "build",
+    "cache_info",
+    "clear_cache",
+    "constants_of",
+    "export",
+    "ptxas_log",
+    "sass_mix",
+]

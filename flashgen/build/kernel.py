@@ -154,6 +154,15 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
     }
 
 
+def options_of(candidate: Candidate) -> dict[str, int]:
+    """What Triton is told of how to compile and launch the kernel."""
+    config = candidate.config
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg, "enable_fp_fusion": True}
+    if candidate.variant.backend == "hopper":
+        options = {"num_warps": FIRST_WARPS, "enable_fp_fusion": True}
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _compiled(
     function: Any, candidate: Candidate, problem: Problem, device: Device, constants: Mapping[str, int], wide_offsets: bool
 ) -> Any:
@@ -164,14 +173,11 @@ def _compiled(
     from triton.runtime.errors import OutOfResources
 
     modules.compiled_dir()
-    config, source = candidate.config, ASTSource
-    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-    if config.maxnreg is not None:
-        options["maxnreg"] = config.maxnreg
+    source = ASTSource
     if candidate.variant.backend == "hopper":
         from triton.experimental.gluon._runtime import GluonASTSource
 
-        source, options = GluonASTSource, {"num_warps": FIRST_WARPS, "enable_fp_fusion": True}
+        source = GluonASTSource
     types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
     multiples: dict[str, int] = {}
     if problem.aligned_16:
@@ -190,7 +196,7 @@ def _compiled(
                 {places[name]: [["tt.divisibility", multiple]] for name, multiple in multiples.items()},
             ),
             target=GPUTarget("cuda", device.capability, 32),
-            options=options,
+            options=options_of(candidate),
         )
     except OutOfResources as error:
         raise OutOfResourcesError(f"{candidate} does not fit {device.name}: {error}") from error

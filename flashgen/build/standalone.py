@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flashgen import cost
 from flashgen.build import binary
-from flashgen.build.kernel import ELEMENTS, Kernel, build
+from flashgen.build.kernel import ELEMENTS, Kernel, build, options_of
 from flashgen.candidate import Candidate, Variant
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 from flashgen.render import environment, tidy
+from flashgen.resources import programs_per_sm
+from flashgen.schedule import WARPGROUP_ROWS
 
 EMIT = ("source", "ttgir", "ptx", "sass")
 
@@ -23,7 +24,8 @@ class Launcher:
     """What templates/launcher.py.jinja reads; the numbers of a candidate are in this file alone.
 
     imports, kernel   parts of the generated kernel module: its imports and the launcher's, and everything after them.
-    numbers           (name, value) of each constexpr parameter but the head dims.
+    numbers           (name, value) of each constexpr parameter that the candidate decides.
+    constants         (name, expression) of every constexpr parameter.
     options           of the launch, as they are written in Python.
     programs_per_sm   of a persistent kernel.
     band_low, _high   expressions of seqlen_q and seqlen_kv: query i sees key j exactly if low <= j - i <= high.
@@ -36,6 +38,7 @@ class Launcher:
     imports: str
     kernel: str
     numbers: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, str], ...]
     options: str
     programs_per_sm: int
     band_low: str
@@ -74,10 +77,10 @@ def export(candidate: Candidate, problem: Problem, device: Device, out_dir: str 
 def source_text(kernel: Kernel, device: Device) -> str:
     """The text of the standalone module."""
     candidate, problem = kernel.candidate, kernel.problem
-    imports, body = _parts(kernel.source.text, tma=candidate.variant.load == "tma")
-    config = candidate.config
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg, "enable_fp_fusion": True}
-    given = {name: value for name, value in options.items() if value is not None}
+    imports, body = _parts(kernel.source.text, candidate.variant)
+    of_problem = {name: name for name in kernel.constants if name.startswith("HEAD_DIM")}
+    if "CUT_ONCE" in kernel.constants:
+        of_problem["CUT_ONCE"] = _cut_once(kernel)
     low, high = _band(problem)
     launcher = Launcher(
         problem=problem,
@@ -85,8 +88,9 @@ def source_text(kernel: Kernel, device: Device) -> str:
         candidate=candidate,
         imports=imports,
         kernel=body,
-        numbers=tuple((name, value) for name, value in kernel.constants.items() if not name.startswith("HEAD_DIM")),
-        options="{" + ", ".join(f'"{name}": {value!r}' for name, value in given.items()) + "}",
+        numbers=tuple((name, value) for name, value in kernel.constants.items() if name not in of_problem),
+        constants=tuple((name, of_problem.get(name, name)) for name in kernel.constants),
+        options="{" + ", ".join(f'"{name}": {value!r}' for name, value in options_of(candidate).items()) + "}",
         programs_per_sm=_programs_per_sm(kernel, device),
         band_low=low,
         band_high=high,
@@ -103,22 +107,33 @@ def _intermediate(kernel: Kernel, kind: str) -> str:
 
 
 def _programs_per_sm(kernel: Kernel, device: Device) -> int:
-    if kernel.compiled is None or not kernel.candidate.config.persistent:
-        return 1
+    if kernel.compiled is None or not kernel.candidate.config.persistent or kernel.candidate.variant.backend == "hopper":
+        return 1  # a hopper kernel hands out all registers of an SM
     resources = kernel.resources
-    return max(1, cost.programs_per_sm(kernel.compiled.metadata.num_warps, resources.registers, resources.smem_bytes, device))
+    return max(1, programs_per_sm(kernel.compiled.metadata.num_warps, resources.registers, resources.smem_bytes, device))
 
 
-def _parts(text: str, *, tma: bool) -> tuple[str, str]:
+def _cut_once(kernel: Kernel) -> str:
+    """schedule.cut_once for any lengths: an expression of band_high."""
+    if kernel.problem.band[1] is None:
+        return "1"
+    return f"int(band_high % {WARPGROUP_ROWS if kernel.constants['SKIP'] else 'BLOCK_N'} == 0)"
+
+
+def _parts(text: str, variant: Variant) -> tuple[str, str]:
     """(imports of the kernel module and the launcher, what follows them in the kernel module)."""
     imports = [node for node in ast.parse(text).body if isinstance(node, (ast.Import, ast.ImportFrom))]
     last = max(node.end_lineno or 0 for node in imports)
-    plain = {ast.unparse(node) for node in imports if isinstance(node, ast.Import)} | {"import torch"}
+    standard = ["import math"]
+    plain = {ast.unparse(node) for node in imports if isinstance(node, ast.Import)} | {"import torch", "import triton"}
     named = {ast.unparse(node) for node in imports if isinstance(node, ast.ImportFrom)}
-    if tma:
+    if variant.backend == "hopper":
+        standard = ["import functools", "import heapq", "import math"]
+        named.add("from triton.experimental.gluon.nvidia.hopper import TensorDescriptor")
+    elif variant.load == "tma":
         named.add("from triton.tools.tensor_descriptor import TensorDescriptor")
     third_party = sorted(plain - {"import math"}) + sorted(named)
-    return "\n".join(["import math", "", *third_party]), "\n".join(text.splitlines()[last:]).strip("\n")
+    return "\n".join([*standard, "", *third_party]), "\n".join(text.splitlines()[last:]).strip("\n")
 
 
 def _band(problem: Problem) -> tuple[str, str]:

@@ -78,6 +78,10 @@ torch._C._cuda_getCurrentRawStream = lambda index: 100 + index
 torch.cuda.current_device = lambda: current
 torch.cuda.get_device_capability = lambda *device: (9, 0)
 torch.cuda.device = guard
+capturing = False
+torch.cuda.is_current_stream_capturing = lambda: capturing
+copies = []  # of schedules to the device, which stay where they are
+torch.Tensor.cuda = lambda tensor: copies.append(tensor) or tensor
 
 from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
@@ -248,6 +252,39 @@ seen["wide"] = named(wide, launches[-1])
 narrow = kernel_of("pointer", big, mask="window")
 seen["narrow"] = refused(prepare, narrow, big, *far, None, H200)
 
+long = dataclasses.replace(problem, seqlen_q=520, seqlen_kv=520)
+tensors = [FakeTensor.contiguous(2, heads, 520, 64, address=0x10000 * (1 + place)) for place, heads in enumerate((6, 3, 3, 6))]
+long_lse = FakeTensor.contiguous(2, 6, 520, address=0x50000, dtype=torch.float32)
+few = dataclasses.replace(H200, num_sms=7)
+
+
+def hopper_kernel_of(for_problem, **config):
+    config = {"block_m": 192, "block_n": 128, "num_warps": 12, "num_stages": 6, "persistent": True} | config
+    variant = Variant(backend="hopper", mask="causal", load="tma", order="pv_first", longest_first=True, store_lse=for_problem.return_lse)
+    return build(Candidate(variant=variant, config=Config(**config)), for_problem, H200)
+
+
+kernel = hopper_kernel_of(long)
+watch(kernel, expand=True)
+encoded.clear()
+capturing = True
+seen["hopper_captured"] = refused(prepare, kernel, long, *tensors, long_lse, few)
+capturing = False
+launch = prepare(kernel, long, *tensors, long_lse, few)
+capturing = True  # the second one finds the schedule on the device
+prepare(hopper_kernel_of(long, num_stages=7), long, *tensors, long_lse, few)(*tensors, long_lse, 0.125)
+capturing = False
+launch(*tensors, long_lse, 0.125)
+seen["hopper"] = named(kernel, launches[-1])
+seen["hopper_encoded"] = list(encoded)
+(copied,) = copies
+seen["hopper_schedule"] = copied.tolist()
+seen["hopper_schedule_address"] = copied.data_ptr()
+seen["hopper_other_heads"] = refused(prepare, hopper_kernel_of(long, head_group=5), long, *tensors, long_lse, few) or len(copies)
+ragged = dataclasses.replace(long, seqlen_kv=521)
+longer = [FakeTensor.contiguous(2, heads, 520 + (heads == 3), 64, address=0x10000) for heads in (6, 3, 3, 6)]
+seen["hopper_other_constants"] = refused(prepare, kernel, ragged, *longer, long_lse, few)
+
 # A release of Triton whose C function is not known goes through its Python launcher.
 for load in ("pointer", "tma"):
     kernel = kernel_of(load)
@@ -257,5 +294,12 @@ for load in ("pointer", "tma"):
     triton.__version__ = version
     launch(query, key, value, out, lse, 0.125)
     seen[f"{load}_unknown"] = named(kernel, launches[-1])
+kernel = hopper_kernel_of(long)
+watch(kernel, expand=True)
+version, triton.__version__ = triton.__version__, "4.0.0"
+launch = prepare(kernel, long, *tensors, long_lse, few)
+triton.__version__ = version
+launch(*tensors, long_lse, 0.125)
+seen["hopper_unknown"] = named(kernel, launches[-1])
 
 print(json.dumps(seen))

@@ -19,7 +19,7 @@ import triton
 
 from flashgen import build as build_package
 from flashgen import errors
-from flashgen.build import CompilePool, binary, build, cache_info, clear_cache, export, modules, ptxas_log, sass_mix
+from flashgen.build import CompilePool, binary, build, cache_info, clear_cache, constants_of, export, modules, ptxas_log, sass_mix
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, BuildError, BuildTimeoutError, OutOfResourcesError
@@ -34,6 +34,12 @@ ROOT = Path(build_package.__file__).parents[2]
 def candidate(variant: Variant | None = None, **numbers: int | None) -> Candidate:
     variant = variant or Variant(mask="causal", load="tma")
     config = {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2, **numbers}
+    return Candidate(variant=variant, config=Config(**config))
+
+
+def hopper_candidate(variant: Variant | None = None, **numbers: int | None) -> Candidate:
+    variant = variant or Variant(backend="hopper", mask="causal", load="tma", order="pv_first", longest_first=True)
+    config = {"block_m": 192, "block_n": 128, "num_warps": 12, "num_stages": 5, "persistent": True, **numbers}
     return Candidate(variant=variant, config=Config(**config))
 
 
@@ -136,6 +142,74 @@ def test_numbers_that_no_device_launches_are_refused_before_compiling(monkeypatc
     monkeypatch.setattr(triton, "compile", lambda *arguments, **options: pytest.fail("compiled"))
     with pytest.raises(kind, match=words):
         build(candidate(**numbers), PROBLEM, H200)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"block_m": 256, "num_warps": 16}, "block_m is 256; it must be one of 64, 128, 192"),
+        ({"block_n": 32}, "block_n is 32; it must be one of 64, 128"),
+        ({"q_stages": 3}, "q_stages is 3; it must be one of 1, 2"),
+        ({"num_warps": 4}, "num_warps is 4; 192 rows need 12"),
+        ({"maxnreg": 200}, "maxnreg is 200; .* it must be None"),
+        ({"num_stages": 3}, "num_stages is 3; the ring needs at least 4"),  # a block that one warpgroup skips waits beside one that it sees
+        ({"problem": {"dtype": "float32"}}, "needs 16-bit elements"),
+        ({"problem": {"aligned_16": False}}, "16-byte aligned"),
+        ({"problem": {"head_dim_v": 256}}, "2 parts of 64 columns of V; .* has 4"),
+        ({"device": A100}, "needs sm_90; NVIDIA A100"),
+    ],
+)
+def test_numbers_that_a_hopper_kernel_is_not_written_for_are_refused_before_compiling(monkeypatch, numbers, words):
+    """A ring that is too short would wait for ever."""
+    monkeypatch.setattr(triton, "compile", lambda *arguments, **options: pytest.fail("compiled"))
+    numbers = dict(numbers)
+    problem, device = dataclasses.replace(PROBLEM, **numbers.pop("problem", {})), numbers.pop("device", H200)
+    with pytest.raises(BuildError, match=words):
+        build(hopper_candidate(**numbers), problem, device)
+
+
+def test_a_hopper_kernel_compiles():
+    """Its registers are those of the warpgroup that uses most, not the 128 that 512 threads start with."""
+    kernel = build(hopper_candidate(), PROBLEM, H200)
+    resources = kernel.resources
+    assert kernel.compiled.metadata.num_warps == 16
+    assert 128 < resources.registers <= 168
+    assert resources.spill_bytes == 0
+    assert resources.smem_bytes == kernel.compiled.metadata.shared <= H200.smem_per_block_bytes
+    mix = sass_mix(kernel)
+    assert mix["HGMMA"] > 0 and mix["UTMALDG"] > 0
+    assert "Used 128 registers" in ptxas_log(kernel.compiled)
+
+
+def test_a_hopper_kernel_depends_on_the_mask():
+    """The diagonal cuts one block of a warpgroup, or two where the lengths differ."""
+    shifted = dataclasses.replace(PROBLEM, seqlen_kv=300)
+    first, second = constants_of(hopper_candidate(), PROBLEM), constants_of(hopper_candidate(), shifted)
+    assert (first["CUT_ONCE"], first["SKIP"]) == (1, 1)
+    assert second == first | {"CUT_ONCE": 0}
+
+
+def test_equal_code_with_another_schedule_is_another_kernel():
+    plain, grouped = build(hopper_candidate(), PROBLEM, H200), build(hopper_candidate(head_group=4), PROBLEM, H200)
+    assert plain.compiled.asm["cubin"] == grouped.compiled.asm["cubin"]
+    assert plain.resources.binary_sha256 != grouped.resources.binary_sha256
+
+
+def test_serialised_products_are_a_build_error():
+    """128 columns of K and V and 192 rows want more registers than there are: C7512."""
+    problem = dataclasses.replace(PROBLEM, head_dim_qk=128, head_dim_v=128, mask="full")
+    variant = Variant(backend="hopper", load="tma", order="qk_first")
+    kernel = build(hopper_candidate(variant, num_stages=3), problem, H200)
+    assert "C7512" in ptxas_log(kernel.compiled)
+    with pytest.raises(BuildError, match="ptxas serialised the products"):
+        kernel.resources  # noqa: B018 - a property that raises
+    assert binary.spills_between_products(binary.sass(kernel.compiled)) > 0
+
+
+def test_a_hopper_kernel_is_not_interpreted(monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(BuildError, match="Gluon kernels are not interpreted"):
+        build(hopper_candidate(), PROBLEM, H200)
 
 
 def test_too_much_shared_memory_names_both_numbers():

@@ -128,7 +128,41 @@ def test_wide_strides(seen):
     assert "wide_offsets" in seen["narrow"]
 
 
-@pytest.mark.parametrize("load", ["pointer", "tma"])
+def test_a_hopper_kernel_gets_descriptors_and_its_schedule(seen):
+    """PART 64: one box of 128 bytes is a row. 7 SMs hold a program each, of 12 heads times 3 blocks of 192 rows."""
+    parameters = seen["hopper"]["parameters"]
+    assert seen["hopper"]["grid"] == 7
+    assert seen["hopper"]["threads"] == 32 * 16  # three warpgroups, and one for the warp that loads
+    assert {name: parameters[name] for name in ADDRESSES} == ADDRESSES
+    assert "num_heads" not in parameters
+    numbers = {"heads_q": 6, "heads_per_kv": 2, "seqlen_q": 520, "seqlen_kv": 520, "band_high": 0, "scale": 0.125}
+    assert {name: parameters[name] for name in numbers} == numbers
+    assert parameters["schedule"] == seen["hopper_schedule_address"]
+    boxes = {each["address"]: each["box"] for each in seen["hopper_encoded"]}
+    assert boxes == {0x10000: [64, 64, 1, 1], 0x20000: [64, 128, 1, 1], 0x30000: [64, 128, 1, 1], 0x40000: [64, 64, 1, 1]}
+
+
+def test_a_schedule_holds_every_tile_once(seen):
+    rows = seen["hopper_schedule"]
+    assert len(rows) == 7 and {len(row) for row in rows} == {seen["hopper"]["parameters"]["schedule_width"]}
+    assert sorted(tile for count, *tiles in rows for tile in tiles[:count]) == list(range(12 * 3))
+    assert max(count for count, *_ in rows) == len(rows[0]) - 1
+
+
+def test_a_schedule_is_copied_once_and_not_while_capturing(seen):
+    """Candidates that walk alike share it, in a second prepare it is there; another order is another schedule."""
+    assert seen["hopper_captured"].startswith("LaunchError: ")
+    assert "call once before capturing" in seen["hopper_captured"]
+    assert seen["hopper_other_heads"] == 2
+
+
+def test_a_hopper_kernel_is_refused_for_another_mask(seen):
+    """With one more key the mask cuts two blocks of a warpgroup, and the kernel was built for one."""
+    assert seen["hopper_other_constants"].startswith("ArgumentError: CUT_ONCE is 0 for ")
+    assert seen["hopper_other_constants"].endswith("the kernel was built with 1")
+
+
+@pytest.mark.parametrize("load", ["pointer", "tma", "hopper"])
 def test_an_unknown_release_launches_through_tritons_own_launcher(seen, load):
     """T22"""
     assert seen[f"{load}_unknown"]["parameters"] == seen[load]["parameters"]
