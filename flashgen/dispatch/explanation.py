@@ -49,8 +49,11 @@ class Explanation:
 
     @property
     def because(self) -> tuple[str, ...]:
-        """Why nothing better was used."""
-        return self.choice.because if self.choice else ()
+        """Why nothing better was used; on devices that might run them, also why no warp-specialised kernel was."""
+        if self.choice is None:
+            return ()
+        without = space.without_hopper(self.problem, self.device) if self.device.has_tma else ""
+        return (*self.choice.because, without) if without else self.choice.because
 
     @property
     def measured_us(self) -> float | None:

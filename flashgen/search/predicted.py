@@ -136,13 +136,17 @@ def predict(
 
 def _verdicts(check: Numerics, ranked: Sequence[Candidate], problem: Problem, device: Device) -> tuple[dict[Candidate, str], str]:
     """What is wrong with candidates ("" where nothing is), and a sentence on what was checked."""
+    interpretable = [candidate for candidate in ranked if candidate.variant.backend == "triton"]
+    if not interpretable:
+        return {}, "Numerics were not checked: hopper kernels have no interpreter."
     try:
-        verdicts = check(ranked, problem, device)
+        verdicts = check(interpretable, problem, device)
     except RuntimeError as error:
         return {}, f"Numerics were not checked: {error}."
     wrong = sum(bool(verdict) for verdict in verdicts.values())
     checked = f"Kernels checked in Triton's interpreter on {numerics.sibling(problem)}: {len(verdicts)}"
-    return verdicts, f"{checked}, {wrong} of them wrong." if wrong else f"{checked}, all right."
+    others = ", hopper kernels not at all" if len(interpretable) < len(ranked) else ""
+    return verdicts, f"{checked}{others}, {wrong} of them wrong." if wrong else f"{checked}{others}, all right."
 
 
 def _best(rows: dict[Candidate, Record]) -> Record | None:

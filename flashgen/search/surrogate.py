@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import numpy.typing as npt
 
-from flashgen.candidate import Candidate, Config, Variant
+from flashgen.candidate import CHOICES, Candidate, Config, Variant
 from flashgen.record import Estimate
 
 Array = npt.NDArray[np.float64]
@@ -35,9 +35,13 @@ def knobs(candidate: Candidate, estimate: Estimate | None) -> list[float]:
     numbers: list[float] = []
     for part, cls in ((candidate.variant, Variant), (candidate.config, Config)):
         for each in fields(cls):
-            if each.name not in _FIXED:
+            if each.name not in (*_FIXED, "order", "num_stages"):
                 numbers.append(_number(each.name, getattr(part, each.name)))
-    config = candidate.config
+    variant, config = candidate.variant, candidate.config
+    # Orders are names, each as far from every other one; stages are one thing in portable kernels, and slots of a ring in others.
+    numbers.extend(0.5 * (variant.order == order) for order in CHOICES["order"] if order)
+    ring = variant.backend == "hopper"
+    numbers.extend(math.log2(config.num_stages) if ring is here else 0.0 for here in (False, True))
     # Registers a thread are what tile, warps and stages fight over: scores and accumulators of a thread.
     numbers.append(math.log2(config.block_m * config.block_n / config.num_warps))
     numbers.append(math.log2(config.block_m / config.num_warps))
