@@ -20,6 +20,7 @@ from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.problem import Problem
 from flashgen.resources import programs_per_sm
+from flashgen.schedule import _seen as blocks_seen
 from flashgen.schedule import tile_lists
 from flashgen.space import MOST_GRID
 
@@ -221,23 +222,35 @@ def prepare(
 
 
 def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int) -> torch.Tensor:
-    """(programs, width) int32 on a CUDA device: how many tiles a program computes, then which."""
+    """(programs, width, 8) int32 on a CUDA device: how many tiles a program computes; then of each the batch item, the heads of Q and
+    of K and V, the first row, the first block of keys, and how many blocks."""
+    block_m, block_n = candidate.config.block_m, candidate.config.block_n
     lists = tile_lists(candidate, problem, programs)
     width = 1 + max(len(tiles) for tiles in lists)
-    rows = array("i")
+    walks = []
+    for row in range(0, problem.seqlen_q, block_m):
+        first, end = blocks_seen(problem, row, block_m, block_n)
+        walks.append((row, first, max(1, end - first), 0, 0))
+    group = problem.heads_q // problem.heads_kv
+    numbers = array("i")
     for tiles in lists:
-        rows.extend((len(tiles), *tiles, *[0] * (width - 1 - len(tiles))))
-    return _copied(rows.tobytes(), width, index)
+        numbers.extend((len(tiles), *[0] * 7))
+        for tile in tiles:
+            heads, row_block = divmod(tile, len(walks))
+            item, head = divmod(heads, problem.heads_q)
+            numbers.extend((item, head, head // group, *walks[row_block]))
+        numbers.extend([0] * 8 * (width - 1 - len(tiles)))
+    return _copied(numbers.tobytes(), width, index)
 
 
 @functools.cache
 def _copied(numbers: bytes, width: int, index: int) -> torch.Tensor:
-    """A table of int32 on a CUDA device. Equal ones are one, and it stays for the life of the process: a CUDA graph may hold its
-    address when no Launch does."""
+    """A schedule on a CUDA device. Equal ones are one, and it stays for the life of the process: a CUDA graph may hold its address
+    when no Launch does."""
     with torch.cuda.device(index):
         if torch.cuda.is_current_stream_capturing():
             raise LaunchError("a schedule cannot be copied to the device while a CUDA graph is captured; call once before capturing")
-        return torch.frombuffer(bytearray(numbers), dtype=torch.int32).view(-1, width).cuda()
+        return torch.frombuffer(bytearray(numbers), dtype=torch.int32).view(-1, width, 8).cuda()
 
 
 def _numbers(problem: Problem) -> dict[str, int]:

@@ -14,11 +14,12 @@ from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
-from flashgen.schedule import WARPGROUP_ROWS, cut_once, least_stages, parts, skips, tile_dim
+from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cut_once, least_stages, skips, tile_dim
 
 TENSORS = ("q", "k", "v", "out")
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
+LEAST_COLUMNS = 64  # of a hopper kernel's tile: one swizzled box of TMA
 FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
 
 _lock = threading.Lock()
@@ -123,35 +124,45 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
 
 def block_of(tensor: str, constants: Mapping[str, int]) -> list[int]:
     """The block in which a TMA descriptor of (batch, heads, seqlen, head_dim) moves q, k, v or out."""
-    of_queries = tensor in ("q", "out")
-    if "PART" in constants:
-        return [1, 1, WARPGROUP_ROWS if of_queries else constants["BLOCK_N"], constants["PART"]]
-    rows = constants["BLOCK_M"] if of_queries else constants["BLOCK_N"]
-    return [1, 1, rows, constants["BLOCK_D_QK"] if tensor in ("q", "k") else constants["BLOCK_D_V"]]
+    columns = constants["BLOCK_D_QK"] if tensor in ("q", "k") else constants["BLOCK_D_V"]
+    if tensor in ("k", "v"):
+        return [1, 1, constants["BLOCK_N"], columns]
+    if "REGISTERS" not in constants:
+        return [1, 1, constants["BLOCK_M"], columns]
+    # A warpgroup of a hopper kernel reads and writes its own rows, and half of a wide output at a time.
+    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_PART) if tensor == "out" else columns]
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
     """Values of constexpr parameters. Problems with the same ones, dtype, head dims and alignment share a kernel of the candidate."""
     config = candidate.config
+    dim_qk, dim_v = tile_dim(problem.head_dim_qk), tile_dim(problem.head_dim_v)
     constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages}
     if candidate.variant.backend == "hopper":
-        cut = parts(problem)
         return constants | {
-            "PART": cut.part,
-            "QK_PARTS": cut.qk,
-            "V_PARTS": cut.v,
+            "BLOCK_D_QK": max(LEAST_COLUMNS, dim_qk),
+            "BLOCK_D_V": max(LEAST_COLUMNS, dim_v),
             "Q_STAGES": config.q_stages,
-            "CUT_ONCE": int(cut_once(problem, config.block_m, config.block_n)),
+            "Q_COLUMNS": 0,
+            "CUTS": _cuts(problem, config.block_m, config.block_n),
             "SKIP": int(skips(problem, config.block_m, config.block_n)),
             "REGISTERS": 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160,
         }
     return constants | {
         "HEAD_DIM_QK": problem.head_dim_qk,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D_QK": tile_dim(problem.head_dim_qk),
-        "BLOCK_D_V": tile_dim(problem.head_dim_v),
+        "BLOCK_D_QK": dim_qk,
+        "BLOCK_D_V": dim_v,
         "HEAD_GROUP": config.head_group,
     }
+
+
+def _cuts(problem: Problem, block_m: int, block_n: int) -> int:
+    """Blocks of keys that a warpgroup of a hopper kernel looks for cuts in, besides those on the left of a window: none, the first
+    one that it walks, or more (2)."""
+    if problem.band == (None, None) and problem.seqlen_kv % block_n == 0:
+        return 0
+    return 1 if cut_once(problem, block_m, block_n) else 2
 
 
 def options_of(candidate: Candidate) -> dict[str, int]:
@@ -251,7 +262,7 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
     """The same for a hopper kernel, which is written for certain tiles, and waits for ever on a ring that is too short."""
     if device.capability != 90:
         raise BuildError(f"{candidate}: a hopper kernel needs sm_90; {device.name} is {device.arch}")
-    config, cut = candidate.config, parts(problem)
+    config = candidate.config
     for name, allowed in {"block_m": (64, 128, 192), "block_n": (64, 128), "q_stages": (1, 2)}.items():
         if getattr(config, name) not in allowed:
             raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be one of {', '.join(map(str, allowed))}")
@@ -261,8 +272,8 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
         raise BuildError(f"{candidate}: maxnreg is {config.maxnreg}; a hopper kernel divides the registers itself, so it must be None")
     if problem.itemsize != 2 or not problem.aligned_16:
         raise BuildError(f"{candidate}: a hopper kernel needs 16-bit elements and 16-byte aligned tensors, which {problem} does not have")
-    if cut.v > 2:
-        raise BuildError(f"{candidate}: a hopper kernel holds 2 parts of {cut.part} columns of V; {problem} has {cut.v}")
+    if max(problem.head_dim_qk, problem.head_dim_v) > 256:
+        raise BuildError(f"{candidate}: a hopper kernel has head dims of at most 256; {problem} has more")
     least = least_stages(problem, config.block_m, config.block_n)
     if config.num_stages < least:
         raise BuildError(f"{candidate}: num_stages is {config.num_stages}; the ring needs at least {least} for {problem}")

@@ -79,8 +79,8 @@ def source_text(kernel: Kernel, device: Device) -> str:
     candidate, problem = kernel.candidate, kernel.problem
     imports, body = _parts(kernel.source.text, candidate.variant)
     of_problem = {name: name for name in kernel.constants if name.startswith("HEAD_DIM")}
-    if "CUT_ONCE" in kernel.constants:
-        of_problem["CUT_ONCE"] = _cut_once(kernel)
+    if "CUTS" in kernel.constants:
+        of_problem["CUTS"] = _cuts(kernel)
     low, high = _band(problem)
     launcher = Launcher(
         problem=problem,
@@ -113,11 +113,13 @@ def _programs_per_sm(kernel: Kernel, device: Device) -> int:
     return max(1, programs_per_sm(kernel.compiled.metadata.num_warps, resources.registers, resources.smem_bytes, device))
 
 
-def _cut_once(kernel: Kernel) -> str:
-    """schedule.cut_once for any lengths: an expression of band_high."""
+def _cuts(kernel: Kernel) -> str:
+    """The constant CUTS for any lengths, an expression."""
+    if kernel.problem.band == (None, None):
+        return "int(seqlen_kv % BLOCK_N > 0)"
     if kernel.problem.band[1] is None:
         return "1"
-    return f"int(band_high % {WARPGROUP_ROWS if kernel.constants['SKIP'] else 'BLOCK_N'} == 0)"
+    return f"1 if band_high % {WARPGROUP_ROWS if kernel.constants['SKIP'] else 'BLOCK_N'} == 0 else 2"
 
 
 def _parts(text: str, variant: Variant) -> tuple[str, str]:

@@ -1,17 +1,19 @@
 """Every variant compiles for sm_90, and the defaults for sm_80 too, by the Triton that is installed. No GPU is needed.
 
-Prints the compiler's figures, so that a release of Triton that begins to spill shows in the log.
+Prints the compiler's figures, so that a release of Triton that begins to spill shows in the log. A hopper kernel must not spill, nor
+may ptxas have any of its warnings about warpgroup products (C7510 to C7518): they make it several times slower.
 """
 
 import functools
 import itertools
+import re
 from dataclasses import fields, replace
 
 import pytest
 import triton
 
 from flashgen import space
-from flashgen.build.pool import CompilePool
+from flashgen.build import CompilePool, binary, build, ptxas_log, sass_mix
 from flashgen.candidate import CHOICES, Candidate, Variant
 from flashgen.device import Device
 from flashgen.errors import BuildError
@@ -71,6 +73,22 @@ def test_compiles(candidate: Candidate, problem: Problem, device: Device, capsys
         figures = f"{outcome.registers} registers, {outcome.spill_bytes} bytes spilled, {outcome.smem_bytes} bytes shared"
         print(f"\n{device.arch}, triton {triton.__version__}: {candidate}: {figures}", end=" ")
     assert outcome.registers > 0
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("candidate", "problem", "device"),
+    [case for case in CASES if case.values[0].variant.backend == "hopper"],  # type: ignore[union-attr]
+)
+def test_machine_code_of_hopper_kernels(candidate: Candidate, problem: Problem, device: Device) -> None:
+    outcome = compiled()[device.arch, candidate]
+    assert isinstance(outcome, Resources), outcome
+    kernel = build(candidate, problem, device)
+    code, mix = binary.sass(kernel.compiled), sass_mix(kernel)
+    assert mix["HGMMA"] > 0 and mix["UTMALDG"] > 0
+    assert binary.spills_between_products(code) == 0
+    assert outcome.spill_bytes == 0
+    assert not re.findall(r"C75\d\d.*", ptxas_log(kernel.compiled))
 
 
 def test_every_choice_is_a_case() -> None:

@@ -7,7 +7,9 @@ driver is what runs on a GPU: the launcher that Triton compiles for 3.6, and the
 import contextlib
 import ctypes
 import dataclasses
+import importlib.util
 import json
+import math
 import os
 import struct
 import subprocess
@@ -88,7 +90,7 @@ from triton.runtime.driver import driver  # noqa: E402
 
 driver.set_active(CudaDriver())
 
-from flashgen.build import build  # noqa: E402
+from flashgen.build import build, export  # noqa: E402
 from flashgen.candidate import Candidate, Config, Variant  # noqa: E402
 from flashgen.device import Device  # noqa: E402
 from flashgen.errors import FlashgenError  # noqa: E402
@@ -107,6 +109,7 @@ class FakeTensor:
     address: int
     dtype: torch.dtype = torch.bfloat16
     device: torch.device = SECOND
+    is_cuda = requires_grad = False
 
     @classmethod
     def contiguous(cls, *shape, address, **more):
@@ -127,8 +130,12 @@ class FakeTensor:
     def is_contiguous(self):
         return True
 
-    def new_empty(self, size):
-        return FakeTensor((size,), (1,), 0x5000)
+    def numel(self):
+        return math.prod(self.shape)
+
+    def new_empty(self, *shape, dtype=None):
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return FakeTensor.contiguous(*shape, address=0x5000, dtype=dtype or self.dtype, device=self.device)
 
 
 def moved(tensor, address):
@@ -259,7 +266,7 @@ few = dataclasses.replace(H200, num_sms=7)
 
 
 def hopper_kernel_of(for_problem, **config):
-    config = {"block_m": 192, "block_n": 128, "num_warps": 12, "num_stages": 6, "persistent": True} | config
+    config = {"block_m": 192, "block_n": 128, "num_warps": 12, "num_stages": 4, "persistent": True} | config
     variant = Variant(backend="hopper", mask="causal", load="tma", order="pv_first", longest_first=True, store_lse=for_problem.return_lse)
     return build(Candidate(variant=variant, config=Config(**config)), for_problem, H200)
 
@@ -272,7 +279,7 @@ seen["hopper_captured"] = refused(prepare, kernel, long, *tensors, long_lse, few
 capturing = False
 launch = prepare(kernel, long, *tensors, long_lse, few)
 capturing = True  # the second one finds the schedule on the device
-prepare(hopper_kernel_of(long, num_stages=7), long, *tensors, long_lse, few)(*tensors, long_lse, 0.125)
+prepare(hopper_kernel_of(long, num_stages=5), long, *tensors, long_lse, few)(*tensors, long_lse, 0.125)
 capturing = False
 launch(*tensors, long_lse, 0.125)
 seen["hopper"] = named(kernel, launches[-1])
@@ -284,6 +291,33 @@ seen["hopper_other_heads"] = refused(prepare, hopper_kernel_of(long, head_group=
 ragged = dataclasses.replace(long, seqlen_kv=521)
 longer = [FakeTensor.contiguous(2, heads, 520 + (heads == 3), 64, address=0x10000) for heads in (6, 3, 3, 6)]
 seen["hopper_other_constants"] = refused(prepare, kernel, ragged, *longer, long_lse, few)
+
+# What a standalone file hands to Triton. There are as many programs as tiles: no GPU says how many run at once.
+(path,) = export(kernel.candidate, long, H200, folder)
+spec = importlib.util.spec_from_file_location("standalone", path)
+standalone = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(standalone)
+calls = []
+
+
+class Watched:
+    def __getitem__(self, grid):
+        return lambda *arguments, **more: calls.append((grid, arguments, more))
+
+
+standalone.attention_forward = Watched()
+standalone.attention(*[dataclasses.replace(each, device=torch.device("cpu")) for each in tensors[:3]], scale=0.125)
+((grid, arguments, more),) = calls
+given = dict(zip(kernel.arg_names, arguments))
+seen["standalone"] = {
+    "grid": grid,
+    "parameters": list(given),
+    "numbers": {name: value for name, value in given.items() if isinstance(value, int | float)},
+    "layouts": {name: [list(given[name].shape), given[name].strides, given[name].block_shape] for name in ("q", "k", "v", "out")},
+    "more": more,
+    "schedule": standalone.scheduled(12, 6, 3, 520, 520, -1040, 0, 7, "cpu").tolist(),
+}
+seen["hopper_constants"] = dict(kernel.constants)
 
 # A release of Triton whose C function is not known goes through its Python launcher.
 for load in ("pointer", "tma"):

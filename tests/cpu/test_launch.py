@@ -129,13 +129,12 @@ def test_wide_strides(seen):
 
 
 def test_a_hopper_kernel_gets_descriptors_and_its_schedule(seen):
-    """PART 64: one box of 128 bytes is a row. 7 SMs hold a program each, of 12 heads times 3 blocks of 192 rows."""
+    """One box of 64 columns is a row. 7 SMs hold a program each, of 12 heads times 3 blocks of 192 rows."""
     parameters = seen["hopper"]["parameters"]
     assert seen["hopper"]["grid"] == 7
     assert seen["hopper"]["threads"] == 32 * 16  # three warpgroups, and one for the warp that loads
     assert {name: parameters[name] for name in ADDRESSES} == ADDRESSES
-    assert "num_heads" not in parameters
-    numbers = {"heads_q": 6, "heads_per_kv": 2, "seqlen_q": 520, "seqlen_kv": 520, "band_high": 0, "scale": 0.125}
+    numbers = {"heads_q": 6, "seqlen_q": 520, "seqlen_kv": 520, "band_high": 0, "scale": 0.125}
     assert {name: parameters[name] for name in numbers} == numbers
     assert parameters["schedule"] == seen["hopper_schedule_address"]
     boxes = {each["address"]: each["box"] for each in seen["hopper_encoded"]}
@@ -143,10 +142,13 @@ def test_a_hopper_kernel_gets_descriptors_and_its_schedule(seen):
 
 
 def test_a_schedule_holds_every_tile_once(seen):
-    rows = seen["hopper_schedule"]
-    assert len(rows) == 7 and {len(row) for row in rows} == {seen["hopper"]["parameters"]["schedule_width"]}
-    assert sorted(tile for count, *tiles in rows for tile in tiles[:count]) == list(range(12 * 3))
-    assert max(count for count, *_ in rows) == len(rows[0]) - 1
+    """Batch item, heads of Q and of K and V, first row, first block of keys, blocks: two heads of Q share one of K and V."""
+    programs = seen["hopper_schedule"]
+    assert len(programs) == 7 and {len(program) for program in programs} == {seen["hopper"]["parameters"]["schedule_width"]}
+    tiles = [tile[:6] for (count, *_), *tiles in programs for tile in tiles[:count]]
+    walks = [(0, 0, 2), (192, 0, 3), (384, 0, 5)]
+    assert sorted(tiles) == [[item, head, head // 2, *walk] for item in range(2) for head in range(6) for walk in walks]
+    assert max(count for (count, *_), *_ in programs) == len(programs[0]) - 1
 
 
 def test_a_schedule_is_copied_once_and_not_while_capturing(seen):
@@ -156,9 +158,22 @@ def test_a_schedule_is_copied_once_and_not_while_capturing(seen):
     assert seen["hopper_other_heads"] == 2
 
 
+def test_a_standalone_hopper_kernel_launches_alike(seen):
+    standalone, launched = seen["standalone"], seen["hopper"]["parameters"]
+    assert standalone["grid"] == [12 * 3]
+    assert standalone["more"] == seen["hopper_constants"] | {"num_warps": 4, "enable_fp_fusion": True}
+    assert standalone["parameters"] == [name for name in launched if not name.endswith(("_sizes", "_strides"))]
+    assert standalone["numbers"] == {name: launched[name] for name in standalone["numbers"]} | {"schedule_width": 2}
+    assert len(standalone["numbers"]) == 6
+    rows = {"q": 64, "k": 128, "v": 128, "out": 64}
+    for name, layout in standalone["layouts"].items():
+        assert layout == [launched[f"{name}_sizes"], launched[f"{name}_strides"], [1, 1, rows[name], 64]]
+    assert standalone["schedule"] == seen["hopper_schedule"]
+
+
 def test_a_hopper_kernel_is_refused_for_another_mask(seen):
     """With one more key the mask cuts two blocks of a warpgroup, and the kernel was built for one."""
-    assert seen["hopper_other_constants"].startswith("ArgumentError: CUT_ONCE is 0 for ")
+    assert seen["hopper_other_constants"].startswith("ArgumentError: CUTS is 2 for ")
     assert seen["hopper_other_constants"].endswith("the kernel was built with 1")
 
 
