@@ -14,12 +14,13 @@ from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
-from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cut_once, least_stages, skips, tile_dim
+from flashgen.schedule import WARPGROUP_ROWS, cut_once, least_stages, skips, tile_dim
 
 TENSORS = ("q", "k", "v", "out")
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
 LEAST_COLUMNS = 64  # of a hopper kernel's tile: one swizzled box of TMA
+MOST_OUT_COLUMNS = 128  # that it writes at once
 FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
 
 _lock = threading.Lock()
@@ -129,8 +130,8 @@ def block_of(tensor: str, constants: Mapping[str, int]) -> list[int]:
         return [1, 1, constants["BLOCK_N"], columns]
     if "REGISTERS" not in constants:
         return [1, 1, constants["BLOCK_M"], columns]
-    # A warpgroup of a hopper kernel reads and writes its own rows, and half of a wide output at a time.
-    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_PART) if tensor == "out" else columns]
+    # A warpgroup of a hopper kernel reads and writes its own rows, and a wide output in two halves.
+    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_OUT_COLUMNS) if tensor == "out" else columns]
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
