@@ -18,7 +18,7 @@ from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
 from flashgen.resources import costly_spill, guess, launched_warps, uses_warpgroups
 from flashgen.resources import programs_per_sm as programs_per_sm
-from flashgen.schedule import WARPGROUP_ROWS, parts, shares, tile_dim, unevenness, walk
+from flashgen.schedule import WARPGROUP_ROWS, cuts, shares, specialised_dims, tile_dim, unevenness, walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,8 +155,7 @@ def estimate(
 def _tile_dims(candidate: Candidate, problem: Problem) -> tuple[int, int]:
     """Columns of the tiles of Q and K, and of V."""
     if candidate.variant.backend == "hopper":
-        cut = parts(problem)
-        return cut.qk * cut.part, cut.v * cut.part
+        return specialised_dims(problem)
     return tile_dim(problem.head_dim_qk), tile_dim(problem.head_dim_v)
 
 
@@ -244,19 +243,21 @@ def _triton_loop(candidate: Candidate, problem: Problem, device: Device, resourc
 def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resources: Resources, programs: int, fitted: Calibration) -> _Loop:
     """A block is one of a warpgroup: 64 rows. A program's warpgroups are to an SM what several programs are in `_triton_loop`: each goes
     from its products to its softmax, and the others fill the time. A producer of its own asks for K and V, so loads cost
-    no time while the ring holds more than one block.
+    no time with two slots or more.
 
     A product m64nNk16 takes N / 2 cycles on the tensor cores, and reads N * 32 bytes of K or V from shared memory and, for scores, 2 KB
     of Q (at 128 bytes a cycle, blocks of 64 keys are at the limit of both).
     """
     variant, config, size = candidate.variant, candidate.config, problem.itemsize
-    block_n, warpgroups, cut = config.block_n, config.block_m // WARPGROUP_ROWS, parts(problem)
+    block_n, warpgroups = config.block_n, config.block_m // WARPGROUP_ROWS
     heads = problem.batch * problem.heads_q
     dim_qk, dim_v = _tile_dims(candidate, problem)
     tiles = heads * math.ceil(problem.seqlen_q / config.block_m)
     loaded, walked = shares(problem, config.block_m, block_n)
     blocks = heads * walked
-    masked_blocks = max(blocks - heads * walk(problem, WARPGROUP_ROWS, block_n).whole, tiles * warpgroups)
+    masked_blocks = blocks - heads * walk(problem, WARPGROUP_ROWS, block_n).whole
+    if cuts(problem, config.block_m, block_n):  # each tile's first block is masked, whether it is cut or not
+        masked_blocks = max(masked_blocks, tiles * warpgroups)
     scores = WARPGROUP_ROWS * block_n
     flops_per_cycle = device.flops_per_s(problem.dtype) / device.num_sms / device.boost_hz
     read_first = (WARPGROUP_ROWS + block_n) * dim_qk * size
@@ -274,9 +275,7 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     }
     cut_issue = scores * fitted.issue_per_cut_score / 32 / 4
     wait = fitted.block_latency + _spill_wait(candidate, resources, fitted)
-    if variant.order == "apart":
-        wait += fitted.block_latency  # between its two products
-    if config.num_stages <= cut.block:
+    if config.num_stages == 1:
         wait += fitted.load_latency
     power = fitted.smem_contention
     products = math.pow(math.pow(units["tensor"], power) + math.pow(units["smem"], power), 1 / power)
@@ -293,7 +292,7 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
 
     return _Loop(
         blocks=blocks,
-        masked_blocks=min(blocks, masked_blocks),
+        masked_blocks=max(0, min(blocks, masked_blocks)),
         scores=scores,
         rows=WARPGROUP_ROWS,
         units=units,

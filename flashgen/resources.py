@@ -6,7 +6,7 @@ from flashgen.candidate import Candidate, Config
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
-from flashgen.schedule import WARPGROUP_ROWS, parts, tile_dim
+from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, specialised_dims, tile_dim
 
 # Registers of a thread, fitted to what Triton 3.6's compiler says for sm_90a.
 _BESIDE = 15  # accumulators, scores and probabilities
@@ -14,12 +14,10 @@ _PIPELINE = 18  # more, with more than one stage or a mask
 _MASK = 6  # more, with a mask
 _POINTER = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
 _BESIDE_HOPPER = 25  # of a consumer of a hopper kernel
-_BESIDE_APART = 33  # of one whose weights are gone when the scores come
 
 # Spilled bytes that cost nothing: they lie outside the loop.
 _FREE_SPILL = 60.0
 _FREE_SPILL_POINTER = 560.0  # where pointers load the tiles: addresses
-_FREE_SPILL_HOPPER = 240.0  # an estimate: 64 columns, 192 x 128, spill 170 to 230, and such a kernel was the fastest
 
 
 def uses_warpgroups(candidate: Candidate, problem: Problem, device: Device) -> bool:
@@ -63,11 +61,13 @@ def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = N
 
 
 def _hopper_smem_bytes(candidate: Candidate, problem: Problem) -> int:
-    """Q's buffers, the ring of K and V, one part of the output for each warpgroup, a pair of barriers for each buffer."""
-    config, cut = candidate.config, parts(problem)
-    rows = config.q_stages * config.block_m * cut.qk + config.num_stages * config.block_n + config.block_m
+    """Q's buffers, slots of K and V, up to 128 columns of the output, a pair of barriers for each buffer and slot."""
+    config = candidate.config
+    dim_qk, dim_v = specialised_dims(problem)
+    tiles = config.q_stages * config.block_m * dim_qk + config.num_stages * config.block_n * (dim_qk + dim_v)
+    tiles += config.block_m * min(MOST_PART, dim_v)
     barriers = 2 * (config.q_stages * config.block_m // WARPGROUP_ROWS + config.num_stages)
-    return rows * cut.part * problem.itemsize + 8 * barriers + 256  # what the warps pass on to each other when they part
+    return tiles * problem.itemsize + 8 * barriers + 256  # what the first warps pass on to the others
 
 
 def consumer_registers(config: Config) -> int:
@@ -76,13 +76,10 @@ def consumer_registers(config: Config) -> int:
 
 
 def wanted_by_consumer(candidate: Candidate, problem: Problem) -> int:
-    """Registers that a consumer's thread of a hopper kernel needs: for its accumulators, scores, and in most orders weights beside them.
-
-    With more than it has, ptxas puts a wait behind every product (C7512), and spills.
-    """
-    config, cut = candidate.config, parts(problem)
-    held = cut.v * cut.part // 2 + config.block_n // 2
-    return held + _BESIDE_APART if candidate.variant.order == "apart" else held + config.block_n // 4 + _BESIDE_HOPPER
+    """Registers that a consumer's thread of a hopper kernel needs, for its accumulators, scores and weights. With more than it has, ptxas
+    puts a wait behind every product (C7512), and spills."""
+    block_n = candidate.config.block_n
+    return specialised_dims(problem)[1] // 2 + block_n // 2 + block_n // 4 + _BESIDE_HOPPER
 
 
 def launched_warps(config: Config, backend: str) -> int:
@@ -133,8 +130,6 @@ def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
 
 def costly_spill(candidate: Candidate, spill_bytes: float) -> float:
     """Spilled bytes that the loop pays for: the first ones are values that it hardly needs."""
-    if candidate.variant.backend == "hopper":
-        return max(0.0, spill_bytes - _FREE_SPILL_HOPPER)
     return max(0.0, spill_bytes - (_FREE_SPILL_POINTER if candidate.variant.load == "pointer" else _FREE_SPILL))
 
 

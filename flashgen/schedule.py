@@ -1,4 +1,4 @@
-"""How a candidate divides a problem: blocks that tiles walk, parts that blocks travel in, tiles that programs compute, and how evenly."""
+"""How a candidate divides a problem: blocks of keys that tiles walk, tiles that programs compute, and how evenly."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ from flashgen.candidate import Candidate
 from flashgen.problem import Problem
 
 WARPGROUP_ROWS = 64  # of a product of one warpgroup
-MOST_PART = 128  # columns of K or V that travel together in a hopper kernel: two swizzled TMA boxes
+MOST_PART = 128  # columns of the output that a warpgroup of a hopper kernel writes at once
 _BLOCKS_OF_A_TILE = 0.7  # a tile of a hopper kernel costs as much outside its loop as about so many blocks of keys
 _KEYS_OF_A_TILE = 96  # a tile of any kernel costs as much outside its loop as about this many keys inside it
 
@@ -117,25 +117,9 @@ def unevenness(
     return end(slots), end(num_sms)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Parts:
-    """How the columns of K and V are cut in a hopper kernel: part columns each, so many parts."""
-
-    part: int
-    qk: int
-    v: int
-
-    @property
-    def block(self) -> int:
-        """Slots of the ring that K and V of a block of keys take."""
-        return self.qk + self.v
-
-
-def parts(problem: Problem) -> Parts:
-    """The parts of a problem's head dims. A head dim is padded to at least 64 columns, one swizzled TMA box."""
-    dim_qk, dim_v = (max(64, tile_dim(dim)) for dim in (problem.head_dim_qk, problem.head_dim_v))
-    part = min(dim_qk, dim_v, MOST_PART)
-    return Parts(part=part, qk=dim_qk // part, v=dim_v // part)
+def specialised_dims(problem: Problem) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of V, in a hopper kernel: at least 64, one swizzled TMA box."""
+    return max(64, tile_dim(problem.head_dim_qk)), max(64, tile_dim(problem.head_dim_v))
 
 
 def skips(problem: Problem, block_m: int, block_n: int) -> bool:
@@ -153,14 +137,20 @@ def cut_once(problem: Problem, block_m: int, block_n: int) -> bool:
     return high % block_n == 0 and block_m <= block_n
 
 
+def cuts(problem: Problem, block_m: int, block_n: int) -> int:
+    """How many of the blocks that a warpgroup walks the right side of the mask or the end of the keys cuts: 0 none, 1 the first one at
+    most, 2 perhaps more."""
+    if problem.band[1] is None and problem.seqlen_kv % block_n == 0:
+        return 0
+    return 1 if cut_once(problem, block_m, block_n) else 2
+
+
 def least_stages(problem: Problem, block_m: int, block_n: int) -> int:
-    """Slots that the ring of a hopper kernel needs at least.
+    """Slots that a hopper kernel needs at least, each for K of a block and V of the block before it.
 
     A warpgroup that skips blocks holds the last V of a tile until it has met the first K of the next one that it sees.
     """
-    cut = parts(problem)
-    skipped = math.ceil((block_m - WARPGROUP_ROWS) / block_n) if skips(problem, block_m, block_n) else 0
-    return (1 + skipped) * cut.block
+    return 1 + (math.ceil((block_m - WARPGROUP_ROWS) / block_n) if skips(problem, block_m, block_n) else 0)
 
 
 @lru_cache(maxsize=256)
@@ -195,22 +185,25 @@ def shares(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
         return loaded, loaded * warpgroups
     loaded = walked = 0
     for row in range(0, problem.seqlen_q, block_m):
-        first, end = _seen(problem, row, block_m, block_n)
+        first, end = blocks_seen(problem, row, block_m, block_n)
         loaded += max(1, end - first)
         for own in range(row, row + block_m, WARPGROUP_ROWS):
-            own_end = _seen(problem, own, WARPGROUP_ROWS, block_n)[1] if skips(problem, block_m, block_n) else end
+            own_end = blocks_seen(problem, own, WARPGROUP_ROWS, block_n)[1] if skips(problem, block_m, block_n) else end
             walked += max(1, min(own_end, end) - first)
     return loaded, walked
 
 
 def _blocks(problem: Problem, row: int, block_m: int, block_n: int) -> int:
     """Blocks of keys that the tile with this first row walks; at least one."""
-    first, end = _seen(problem, row, block_m, block_n)
+    first, end = blocks_seen(problem, row, block_m, block_n)
     return max(1, end - first)
 
 
-def _seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[int, int]:
+def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[int, int]:
     """(first, end) of the blocks of keys that some of these rows see."""
     low, high = problem.band
     end = problem.seqlen_kv if high is None else min(max(min(row + rows, problem.seqlen_q) + high, 0), problem.seqlen_kv)
     return 0 if low is None else max(row + low, 0) // block_n, math.ceil(end / block_n)
+
+
+_seen = blocks_seen

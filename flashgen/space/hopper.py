@@ -12,9 +12,8 @@ from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.schedule import WARPGROUP_ROWS, tile_rows
 
-MOST_STAGES = 12  # slots of the ring
-MOST_BLOCKS = 4  # of keys in the ring
-SPARE_REGISTERS = 40  # of a thread; a kernel that has as many left gains nothing from the order that saves some
+ORDERS = ("qk_first", "pv_first")
+MOST_STAGES = 4
 
 Violation = tuple[str, str]  # name of the constraint, message
 
@@ -34,9 +33,6 @@ def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
         # Everything is padded to 64 columns: four times the work of a portable kernel with 16.
         if dim <= 16:
             yield name, f"is {dim}, padding to 64 columns only pays above 16"
-    cut = schedule.parts(problem)
-    if cut.v > 2:
-        yield "head_dim_v", f"is {problem.head_dim_v}, which makes {cut.v} parts of {cut.part} columns, kernels have at most 2"
     for name, rows in (("seqlen_q", WARPGROUP_ROWS), ("seqlen_kv", 64)):
         seqlen = getattr(problem, name)
         if tile_rows(seqlen) < rows:
@@ -44,18 +40,17 @@ def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
 
 
 def axes(problem: Problem, masked: bool) -> dict[str, list[Any]]:
-    """Choices of every knob. Of candidates with the same estimate the first is tried: the deepest ring, the most buffers."""
-    cut = schedule.parts(problem)
+    """Choices of every knob. Of candidates with the same estimate the first is tried: the one with most slots and buffers."""
     most_heads = 1 << max(0, (problem.batch * problem.heads_q).bit_length() - 1)
     return {
         "backend": ["hopper"],
         "load": ["tma"],
-        "order": ["qk_first", "pv_first", "apart"],
+        "order": list(ORDERS),
         "ping_pong": [True, False],
         "block_m": [64, 128, 192],
         "block_n": [64, 128],
         "num_warps": [4, 8, 12],
-        "num_stages": list(range(min(MOST_STAGES, MOST_BLOCKS * cut.block), cut.block - 1, -1)),
+        "num_stages": list(range(MOST_STAGES, 1, -1)),
         "q_stages": [2, 1],
         "maxnreg": [None],
         "masked_apart": [True],
@@ -65,23 +60,15 @@ def axes(problem: Problem, masked: bool) -> dict[str, list[Any]]:
     }
 
 
-def rings(candidate: Candidate, problem: Problem, device: Device) -> list[int]:
-    """Sensible lengths of the ring for this tile: two to four blocks of keys, or what fits; none if not even the least does."""
-    config, cut = candidate.config, schedule.parts(problem)
-    block, least = cut.block, schedule.least_stages(problem, config.block_m, config.block_n)
-    one = replace(candidate, config=replace(config, num_stages=1))
-    two = replace(candidate, config=replace(config, num_stages=2))
-    needed = resources.smem_bytes(one, problem, device)
-    slot = resources.smem_bytes(two, problem, device) - needed
-    fit = 1 + (device.smem_per_block_bytes - needed) // slot
-    blocks = MOST_BLOCKS
-    if _tiles(problem, config.block_m) <= device.num_sms:  # the ring ends with the only tile
-        blocks = min(blocks, max(1, schedule.walk(problem, config.block_m, config.block_n).most))
-    most = min(fit, max(least, min(MOST_STAGES, blocks * block)))
-    found = [ring for ring in range(block, most + 1, block) if ring >= max(least, min(2, blocks) * block)]
-    if least <= most and most not in found:
-        found.append(most)
-    return found
+def most_stages(candidate: Candidate, problem: Problem, device: Device) -> int:
+    """Slots of K and V that are of use to this tile, and fit."""
+    config = candidate.config
+    one, two = (resources.smem_bytes(replace(candidate, config=replace(config, num_stages=stages)), problem, device) for stages in (1, 2))
+    fit = 1 + (device.smem_per_block_bytes - one) // (two - one)
+    useful = MOST_STAGES
+    if _tiles(problem, config.block_m) <= device.num_sms:  # they end with the only tile, whose last V has a slot of its own
+        useful = min(useful, schedule.walk(problem, config.block_m, config.block_n).most + 1)
+    return min(fit, max(useful, _least_stages(problem, config)))
 
 
 def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
@@ -107,17 +94,12 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
         if value > tile_rows(seqlen):
             yield name, f"is {value}, seqlen {seqlen} fills {tile_rows(seqlen)}"
 
-    # Registers: too few serialise every product. The order that saves some is for tiles that are short of them.
-    limit = resources.consumer_registers(config)
-    wanted = resources.wanted_by_consumer(candidate, problem)
-    if variant.order == "":
-        yield "order", "is empty, a hopper kernel issues its two products in one of 3 orders"
-    elif wanted > limit:
+    # Registers: with too few, ptxas lets one product run at a time.
+    limit, wanted = resources.consumer_registers(config), resources.wanted_by_consumer(candidate, problem)
+    if variant.order not in ORDERS:
+        yield "order", f"is {variant.order!r}, must be one of {', '.join(ORDERS)}"
+    if wanted > limit:
         yield "registers", f"a consumer's thread needs about {wanted}, it has {limit}"
-    elif variant.order == "apart":
-        plain = resources.wanted_by_consumer(replace(candidate, variant=replace(variant, order="pv_first")), problem)
-        if plain <= limit - SPARE_REGISTERS:
-            yield "order", f"is apart, which saves registers, but pv_first needs only about {plain} of {limit}"
 
     # Turns are taken by two warpgroups or more. A second buffer of Q is for a program's second tile.
     if variant.ping_pong and config.block_m <= WARPGROUP_ROWS:
@@ -127,16 +109,14 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     tiles = _tiles(problem, config.block_m)
     if config.q_stages > 1 and tiles <= device.num_sms:
         yield "q_stages", f"is {config.q_stages}, but {tiles} tiles leave {device.num_sms} SMs one each"
-    least = schedule.least_stages(problem, config.block_m, config.block_n)
-    if config.num_stages < least:
-        yield "num_stages", f"is {config.num_stages}, the ring needs {least} slots"
+    least, most = _least_stages(problem, config), most_stages(candidate, problem, device)
     smem = resources.smem_bytes(candidate, problem, device)
-    if smem > device.smem_per_block_bytes:
+    if config.num_stages < least:
+        yield "num_stages", f"is {config.num_stages}, this tile needs {least} slots"
+    elif smem > device.smem_per_block_bytes:
         yield "smem", f"needs {smem} bytes, {device.name} has {device.smem_per_block_bytes}"
-    elif config.num_stages >= least:
-        sensible = rings(candidate, problem, device)
-        if config.num_stages not in sensible:
-            yield "num_stages", f"is {config.num_stages}, sensible rings here have {', '.join(map(str, sensible))} slots"
+    elif config.num_stages > most:
+        yield "num_stages", f"is {config.num_stages}, more than {most} slots are of no use here"
 
 
 def order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
@@ -169,8 +149,7 @@ def is_ordered(problem: Problem, device: Device, block_m: int) -> bool:
 
 def pick(problem: Problem) -> Candidate:
     """A good kernel for large problems with these head dims, as measured on an H200 with probes (2026-11-29); it may not fit."""
-    cut = schedule.parts(problem)
-    dim = cut.part * max(cut.qk, cut.v)
+    dim = max(schedule.specialised_dims(problem))
     if dim <= 64:
         order, block_m, block_n = "pv_first", 192, 128  # 559 TFLOP/s full, 527 causal (N 8192)
     elif dim <= 128:
@@ -181,7 +160,7 @@ def pick(problem: Problem) -> Candidate:
         block_m=block_m,
         block_n=block_n,
         num_warps=block_m // 16,
-        num_stages={64: 6, 128: 4}.get(dim, 8),
+        num_stages=3 if dim <= 64 else 2,
         head_group=8,
         persistent=True,
         q_stages=2 if dim <= 128 else 1,
@@ -196,17 +175,14 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
         return None
     heads = problem.batch * problem.heads_q
     block_m, block_n = min(config.block_m, tile_rows(problem.seqlen_q)), min(config.block_n, tile_rows(problem.seqlen_kv))
-    for rows, keys, order, q_stages in itertools.product(
+    for rows, keys, q_stages in itertools.product(
         [rows for rows in (block_m, 128, 64) if rows <= block_m],
         [keys for keys in (block_n, 64) if keys <= block_n],
-        (variant.order, "pv_first", "apart"),
         range(config.q_stages, 0, -1),
     ):
         ordered = is_ordered(problem, device, rows)
         shrunk = Candidate(
-            variant=replace(
-                variant, order=order, ping_pong=variant.ping_pong and rows > WARPGROUP_ROWS, longest_first=ordered, masked_apart=True
-            ),
+            variant=replace(variant, ping_pong=variant.ping_pong and rows > WARPGROUP_ROWS, longest_first=ordered, masked_apart=True),
             config=replace(
                 config,
                 block_m=rows,
@@ -217,14 +193,17 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
                 persistent=True,
             ),
         )
-        fitting = rings(shrunk, problem, device)
-        if fitting:
-            stages = max((ring for ring in fitting if ring <= config.num_stages), default=fitting[0])
-            shrunk = replace(shrunk, config=replace(shrunk.config, num_stages=stages))
-            if not any(tile_violations(shrunk, problem, device)) and not any(order_violations(shrunk, problem, device)):
-                return shrunk
+        stages = max(_least_stages(problem, shrunk.config), min(config.num_stages, most_stages(shrunk, problem, device)))
+        shrunk = replace(shrunk, config=replace(shrunk.config, num_stages=stages))
+        if not any(tile_violations(shrunk, problem, device)) and not any(order_violations(shrunk, problem, device)):
+            return shrunk
     return None
 
 
 def _tiles(problem: Problem, block_m: int) -> int:
     return problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / block_m)
+
+
+def _least_stages(problem: Problem, config: Config) -> int:
+    """With one slot, loads and products take turns."""
+    return max(2, schedule.least_stages(problem, config.block_m, config.block_n))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashgen import resources, schedule, space
+from flashgen import resources, space
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError, UnsupportedError
@@ -264,7 +264,7 @@ def test_variants_are_those_of_the_candidates():
     found = space.variants(problem(), H200)
     portable = [each for each in found if each.backend == "triton"]
     assert len(portable) == 8  # two loads, masked blocks apart or not, two orders
-    assert len(found) - len(portable) == 6  # three orders of the products, in turns or not
+    assert len(found) - len(portable) == 4  # two orders of the products, in turns or not
     assert len(found) == len(set(found))
     assert {each.variant for each in space.candidates(problem(), H200)} == set(found)
 
@@ -343,3 +343,136 @@ def test_old_devices_are_unsupported():
     with pytest.raises(UnsupportedError, match="sm_75"):
         space.require_supported(problem(), dataclasses.replace(A100, arch="sm_75"))
     space.require_supported(problem(), A100)
+
+
+# ---- Hopper kernels ---------------------------------------------------------------------------------------------------------
+
+
+def specialised(mask="causal", order="qk_first", ping_pong=True, **numbers):
+    values = dict(block_m=128, block_n=128, num_stages=2, head_group=8 if mask != "full" else 1, persistent=True, q_stages=2)
+    values |= numbers
+    variant = Variant(backend="hopper", mask=mask, load="tma", order=order, ping_pong=ping_pong, longest_first=mask != "full")
+    return Candidate(variant=variant, config=Config(**(dict(num_warps=values["block_m"] // 16) | values)))
+
+
+LARGE = dict(batch=2, heads_q=16, heads_kv=16, seqlen_q=8192, seqlen_kv=8192)
+
+
+@pytest.mark.parametrize(
+    ("dim", "expected"),
+    [
+        (64, dict(order="pv_first", block_m=192, num_stages=3)),
+        (128, dict(order="qk_first")),
+        (256, dict(order="pv_first", block_n=64, q_stages=1)),
+    ],
+)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_hopper_defaults_are_what_was_measured_fastest(dim, expected, mask):
+    large = problem(**LARGE, head_dim_qk=dim, head_dim_v=dim, mask=mask)
+    assert space.default(large, H200) == specialised(mask=mask, **expected)
+    assert space.default(large, H200) in space.candidates(large, H200)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (dict(dtype="float32"), "elements have 4 bytes, warpgroup products take 2"),
+        (dict(aligned_16=False), "multiples of 16 bytes"),
+        (dict(head_dim_v=100), "head_dim_v of 100 makes rows of 200 bytes, TMA needs a multiple of 16"),
+        (dict(head_dim_qk=16), "head_dim_qk: is 16, padding to 64 columns only pays above 16"),
+        (dict(seqlen_q=32), "seqlen_q: is 32, tiles of 64 rows need more than 32"),
+        (dict(seqlen_kv=20), "seqlen_kv: is 20, tiles of 64 rows need more than 32"),
+    ],
+)
+def test_what_hopper_kernels_do_not_take_goes_to_portable_ones_and_the_reason_is_one_sentence(changes, reason):
+    odd = problem(**changes)
+    assert reason in space.without_hopper(odd, H200)
+    assert space.backends(odd, H200) == ["triton"]
+    assert space.default(odd, H200).variant.backend == "triton"
+    assert {each.variant.backend for each in space.candidates(odd, H200)} == {"triton"}
+    assert space.adapt(specialised(), odd, H200) is None
+
+
+def test_hopper_kernels_run_on_sm_90_alone():
+    """Newer GPUs have TMA, but other products."""
+    newer = dataclasses.replace(H200, name="NVIDIA B200", arch="sm_100")
+    for device in (newer, A100):
+        assert device.arch in space.without_hopper(problem(), device)
+        assert "sm_90" in names(space.violations(specialised(), problem(), device))
+    assert space.without_hopper(problem(), H200) == ""
+    assert space.backends(problem(head_dim_qk=40, head_dim_v=24, dtype="float16"), H200) == ["triton", "hopper"]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("block_m", dict(block_m=96)),
+        ("block_n", dict(block_n=32)),
+        ("num_warps", dict(num_warps=4)),
+        ("registers", dict(block_m=192, q_stages=1)),
+        ("smem", dict(num_stages=3)),
+        ("num_stages", dict(num_stages=1)),
+        ("num_stages", dict(block_n=64, num_stages=5, q_stages=1)),
+        ("ping_pong", dict(block_m=64)),
+        ("q_stages", dict(q_stages=3, block_n=64)),
+        ("head_group", dict(head_group=64)),
+    ],
+)
+def test_each_limit_of_hopper_kernels_has_a_name_and_both_figures(name, changes):
+    messages = [message for message in space.violations(specialised(**changes), problem(), H200) if message.startswith(f"{name}: ")]
+    assert messages
+    assert all(len([word for word in message.replace(",", " ").split() if any(map(str.isdigit, word))]) >= 2 for message in messages)
+
+
+def test_what_means_nothing_to_a_backend_has_one_value_there():
+    for changes in (dict(order="apart"), dict(order="")):
+        assert names(space.violations(specialised(**changes), problem(), H200)) == {"order"}
+    assert names(space.violations(specialised(maxnreg=168), problem(), H200)) == {"maxnreg"}
+    assert names(space.violations(specialised(persistent=False), problem(), H200)) == {"persistent"}
+    portable = candidate()
+    for field, value in (("order", "pv_first"), ("ping_pong", True)):
+        changed = dataclasses.replace(portable, variant=dataclasses.replace(portable.variant, **{field: value}))
+        assert names(space.violations(changed, problem(), H200)) == {field}
+    assert names(space.violations(candidate(q_stages=2), problem(), H200)) == {"q_stages"}
+
+
+@pytest.mark.parametrize(("dim", "wanted", "limit"), [(256, 249, 240), (128, 185, 160)])
+def test_registers_of_consumers(dim, wanted, limit):
+    """What does not fit was serialised by ptxas: 256 columns with 128 keys, and 128 columns in three warpgroups with 128 keys."""
+    wide = problem(**LARGE, head_dim_qk=dim, head_dim_v=dim)
+    each = specialised(block_m=64 if dim == 256 else 192, ping_pong=dim == 128, q_stages=1)
+    message = next(message for message in space.violations(each, wide, H200) if message.startswith("registers"))
+    assert message == f"registers: a consumer's thread needs about {wanted}, it has {limit}"
+
+
+def test_one_tile_a_program_needs_no_order_and_no_second_buffer():
+    few = problem(batch=1, heads_q=8, heads_kv=8, seqlen_q=1024, seqlen_kv=1024)
+    found = [each for each in space.candidates(few, H200) if each.variant.backend == "hopper" and each.config.block_m == 128]
+    assert found
+    assert not any(each.variant.longest_first or each.config.head_group > 1 or each.config.q_stages > 1 for each in found)
+    assert not any(
+        each.config.head_group == 1 and not each.variant.longest_first
+        for each in space.candidates(problem(**LARGE), H200)
+        if each.variant.backend == "hopper"
+    )
+
+
+def test_hopper_adds_a_few_hundred_candidates():
+    for dim, mask in itertools.product((64, 128, 256), ("full", "causal")):
+        found = space.candidates(problem(**LARGE, head_dim_qk=dim, head_dim_v=dim, mask=mask), H200)
+        assert 4 <= sum(each.variant.backend == "hopper" for each in found) <= 400
+
+
+def test_a_hopper_winner_is_made_to_fit():
+    narrow = specialised(block_m=192, num_stages=3, order="pv_first")
+    wide = space.adapt(narrow, problem(**LARGE), H200)
+    assert (wide.config.block_m, wide.config.block_n, wide.config.num_stages) == (192, 64, 3)
+    wider = space.adapt(narrow, problem(**LARGE, head_dim_qk=256, head_dim_v=256), H200)
+    assert (wider.config.block_m, wider.config.block_n, wider.config.num_stages, wider.config.q_stages) == (128, 64, 2, 1)
+    short = space.adapt(narrow, problem(seqlen_q=100, seqlen_kv=60), H200)
+    assert (short.config.block_m, short.config.block_n, short.config.num_warps) == (128, 64, 8)
+    full = space.adapt(specialised(), problem(**LARGE, mask="full"), H200)
+    assert full == specialised(mask="full")
+    assert space.adapt(full, problem(**LARGE), H200).variant.longest_first
+    negative = dataclasses.replace(narrow, variant=dataclasses.replace(narrow.variant, scale_first=True))
+    assert space.violations(negative, problem(**LARGE, head_dim_qk=64, head_dim_v=64), H200) == []
