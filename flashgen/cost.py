@@ -18,7 +18,7 @@ from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
 from flashgen.resources import costly_spill, guess, launched_warps, uses_warpgroups
 from flashgen.resources import programs_per_sm as programs_per_sm
-from flashgen.schedule import WARPGROUP_ROWS, cuts, shares, specialised_dims, tile_dim, unevenness, walk
+from flashgen.schedule import WARPGROUP_ROWS, cuts, imbalance, shares, specialised_dims, tile_dim, unevenness, walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +55,12 @@ class Calibration:
     spill_wait: float = 500.0  # cycles of a block in whose loop registers spill: products no longer follow each other without a wait
     spill_latency: float = 6.5  # cycles of a block for each byte beyond those that cost nothing
 
-    # Hopper kernels; estimates from five published cells of probes on an H200, to be fitted to these kernels.
-    warpgroup_meeting: float = 0.87  # of the time that a warpgroup would wait for units that others use, if they met by chance
-    ping_pong_meeting: float = 0.82  # the same where warpgroups take turns
+    # Hopper kernels: estimates from ten cells of probes of the same structure (H200, 2026-11-29), to be fitted to the kernels themselves.
+    warpgroup_meeting: float = 0.85  # of the time that a warpgroup would wait for units that others use, if they met by chance
+    ping_pong_meeting: float = 0.80  # the same where warpgroups take turns
     own_overlap: float = 0.5  # of a warpgroup's P V that runs beside its own softmax, where the order allows it
     smem_contention: float = 6.0  # exponent: products and arrivals slow each other down before shared memory is at its limit
-    hopper_tile_latency: float = 10.0  # cycles of a tile outside its loop for each column of Q and V: the first scores, the output
+    hopper_tile_latency: float = 16.0  # cycles of a tile outside its loop for each column of Q and V: the first scores, the output
     hopper_q_latency: float = 370.0  # more, where Q has one buffer: the next tile's Q comes when the last scores are done
 
 
@@ -334,8 +334,11 @@ def _unevenness(candidate: Candidate, problem: Problem, device: Device, programs
         # Between one program alone and a full SM, a program's time grows evenly.
         share = 0.0 if rest == 0 else speed_up + (1 - speed_up) * (left - 1) / max(1, programs - 1)
         return max(1.0, (full_waves + share) * slots / tiles)
-    in_turn = config.persistent and variant.backend != "hopper"  # whose programs have lists of tiles, balanced as a grid balances itself
-    by_program, by_sm = unevenness(problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, programs, in_turn)
+    if variant.backend == "hopper":
+        return max(1.0, imbalance(problem, config.block_m, config.block_n, variant.longest_first, config.head_group, slots))
+    by_program, by_sm = unevenness(
+        problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, programs, config.persistent
+    )
     return max(1.0, by_sm, 1 + (by_program - 1) * speed_up)
 
 

@@ -77,12 +77,12 @@ def walk(problem: Problem, block_m: int, block_n: int) -> Walk:
 
 @lru_cache(maxsize=16384)
 def unevenness(
-    problem: Problem, block_m: int, longest_first: bool, head_group: int, num_sms: int, programs: int, in_turn: bool
+    problem: Problem, block_m: int, longest_first: bool, head_group: int, num_sms: int, programs: int, persistent: bool
 ) -> tuple[float, float]:
-    """Time of the busiest program, and of the busiest SM of `programs` each, relative to the mean: 1 is a perfect balance.
+    """Time of the busiest program of a portable kernel, and of the busiest SM, relative to the mean: 1 is a perfect balance.
 
-    Tiles go to the next free program in launch order, or in turn. Only so many tiles are simulated as decide the outcome: the last
-    ones, which decide how a grid ends, or the first where they go in turn, whose imbalance repeats.
+    An SM has `programs` of them. Tiles go to the next free one in launch order, or in turn if persistent. Only so many are simulated
+    as decide the outcome: the last ones of a grid, which decide how it ends, or the first of a persistent one, whose imbalance repeats.
     """
     heads = problem.batch * problem.heads_q
     row_blocks = -(-problem.seqlen_q // block_m)
@@ -97,7 +97,7 @@ def unevenness(
     def in_order(groups: list[int]) -> Iterator[int]:
         return (weight for here in groups for weight in weights for _ in range(here))
 
-    if in_turn:
+    if persistent:
         first = list(itertools.islice(in_order(groups), 32 * slots))
         loads = [sum(first[slot::slots]) for slot in range(slots)]
         sms = [sum(loads[sm::num_sms]) for sm in range(num_sms)]
@@ -153,27 +153,65 @@ def least_stages(problem: Problem, block_m: int, block_n: int) -> int:
     return 1 + (math.ceil((block_m - WARPGROUP_ROWS) / block_n) if skips(problem, block_m, block_n) else 0)
 
 
+def head_groups(heads: int, head_group: int, tiles_of_head: int, programs: int) -> list[int]:
+    """How many heads are walked together, group after group, by the programs of a hopper kernel: head_group, but the last groups are one,
+    so that it has two tiles for each program, and with its short ones all end alike."""
+    groups = [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
+    while len(groups) > 1 and groups[-1] * tiles_of_head < 2 * programs:
+        last = groups.pop()
+        groups[-1] += last
+    return groups
+
+
 @lru_cache(maxsize=256)
 def tile_lists(candidate: Candidate, problem: Problem, programs: int) -> tuple[tuple[int, ...], ...]:
     """Tiles of each program of a hopper kernel: the next one in launch order goes to the program with the least work so far.
 
-    A tile is head * num_row_blocks + row_block, with the head counted through the batch. Launch order walks groups of head_group
-    heads row block by row block.
+    A tile is head * num_row_blocks + row_block, with the head counted through the batch. Launch order walks `head_groups` row block by
+    row block.
     """
     config = candidate.config
-    heads = problem.batch * problem.heads_q
-    works = [_blocks(problem, row, config.block_m, config.block_n) for row in range(0, problem.seqlen_q, config.block_m)]
-    row_blocks = range(len(works))
-    order = list(reversed(row_blocks)) if candidate.variant.longest_first else list(row_blocks)
+    works = _works(problem, config.block_m, config.block_n)
+    order = range(len(works))[::-1] if candidate.variant.longest_first else range(len(works))
     lists: list[list[int]] = [[] for _ in range(programs)]
     loads = [(0.0, program) for program in range(programs)]
-    for first in range(0, heads, config.head_group):
+    first = 0
+    for group in head_groups(problem.batch * problem.heads_q, config.head_group, len(works), programs):
         for row_block in order:
-            for head in range(first, min(first + config.head_group, heads)):
+            for head in range(first, first + group):
                 load, program = loads[0]
                 lists[program].append(head * len(works) + row_block)
-                heapq.heapreplace(loads, (load + works[row_block] + _BLOCKS_OF_A_TILE, program))
+                heapq.heapreplace(loads, (load + works[row_block], program))
+        first += group
     return tuple(tuple(tiles) for tiles in lists)
+
+
+@lru_cache(maxsize=4096)
+def imbalance(problem: Problem, block_m: int, block_n: int, longest_first: bool, head_group: int, programs: int) -> float:
+    """Work of the busiest program of `tile_lists`, relative to the mean. Of many groups of heads only the last ones are simulated."""
+    works = _works(problem, block_m, block_n)
+    total = sum(works) * problem.batch * problem.heads_q
+    if longest_first:
+        works.reverse()
+    groups = head_groups(problem.batch * problem.heads_q, head_group, len(works), programs)
+    first = len(groups)
+    while first and sum(groups[first:]) * len(works) < 8 * programs:
+        first -= 1
+    loads = [sum(groups[:first]) * sum(works) / programs] * programs
+    for group in groups[first:]:
+        for work in works:
+            for _ in range(group):
+                heapq.heapreplace(loads, loads[0] + work)
+    return max(loads) * programs / total
+
+
+def _works(problem: Problem, block_m: int, block_n: int) -> list[float]:
+    """Work of each row block of a head, in blocks of keys."""
+    works = []
+    for row in range(0, problem.seqlen_q, block_m):
+        first, end = blocks_seen(problem, row, block_m, block_n)
+        works.append(max(1, end - first) + _BLOCKS_OF_A_TILE)
+    return works
 
 
 @lru_cache(maxsize=1024)
@@ -181,7 +219,7 @@ def shares(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
     """(blocks of keys that a hopper kernel loads, blocks that its warpgroups walk): sums over the tiles of one head."""
     row_blocks, warpgroups = math.ceil(problem.seqlen_q / block_m), block_m // WARPGROUP_ROWS
     if problem.band == (None, None):
-        loaded = row_blocks * _blocks(problem, 0, block_m, block_n)
+        loaded = row_blocks * math.ceil(problem.seqlen_kv / block_n)
         return loaded, loaded * warpgroups
     loaded = walked = 0
     for row in range(0, problem.seqlen_q, block_m):
@@ -191,12 +229,6 @@ def shares(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
             own_end = blocks_seen(problem, own, WARPGROUP_ROWS, block_n)[1] if skips(problem, block_m, block_n) else end
             walked += max(1, min(own_end, end) - first)
     return loaded, walked
-
-
-def _blocks(problem: Problem, row: int, block_m: int, block_n: int) -> int:
-    """Blocks of keys that the tile with this first row walks; at least one."""
-    first, end = blocks_seen(problem, row, block_m, block_n)
-    return max(1, end - first)
 
 
 def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[int, int]:

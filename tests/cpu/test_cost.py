@@ -355,3 +355,94 @@ def test_a_whole_space_is_ranked_in_about_a_second():
 def test_other_constants_can_be_tried():
     slower = cost.Calibration(clock=0.5)
     assert cost.estimate(candidate(), cell(), H200, calibration=slower).time_s > 1.5 * cost.estimate(candidate(), cell(), H200).time_s
+
+
+# ---- Hopper kernels ---------------------------------------------------------------------------------------------------------
+
+
+def specialised(mask="full", order="qk_first", ping_pong=True, **numbers):
+    values = dict(block_m=128, block_n=128, num_stages=2, head_group=8 if mask != "full" else 1, persistent=True, q_stages=2)
+    values |= numbers
+    variant = Variant(backend="hopper", mask=mask, load="tma", order=order, ping_pong=ping_pong, longest_first=mask != "full")
+    return Candidate(variant=variant, config=Config(**values, num_warps=values["block_m"] // 16))
+
+
+FASTEST = {
+    64: dict(order="pv_first", block_m=192, num_stages=3),
+    128: dict(order="qk_first"),
+    256: dict(order="pv_first", block_n=64, q_stages=1),
+}
+
+
+# TFLOP/s of probes of the same structure (H200, bf16, 16k tokens, 2026-11-29).
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "seqlen", "measured"),
+    [
+        (128, "full", 8192, 682),
+        (128, "causal", 8192, 673),
+        (128, "causal", 2048, 545),
+        (64, "full", 8192, 559),
+        (64, "causal", 8192, 527),
+        (64, "causal", 2048, 444),
+        (256, "full", 8192, 694),
+        (256, "causal", 8192, 698),
+        (256, "full", 2048, 600),
+        (256, "causal", 2048, 537),
+    ],
+)
+def test_hopper_kernels_come_out_near_their_measured_speed(head_dim, mask, seqlen, measured):
+    problem = cell(head_dim, mask, seqlen)
+    assert tflops(cost.estimate(specialised(mask, **FASTEST[head_dim]), problem, H200), problem) == pytest.approx(measured, rel=0.1)
+
+
+def test_what_warp_specialisation_overlaps():
+    """The other warpgroup fills the wait for a product, and so does a warpgroup's own softmax, if the order lets it."""
+    time_of = lambda **changes: cost.estimate(specialised(**changes), cell(), H200).time_s  # noqa: E731
+    assert time_of() < time_of(order="pv_first") < 1.1 * time_of()
+    assert time_of() < time_of(ping_pong=False) < 1.05 * time_of()
+    assert 1.3 * time_of() < time_of(block_m=64, ping_pong=False)
+    assert time_of() < time_of(block_n=64)
+    assert time_of(q_stages=2) < time_of(q_stages=1) < 1.02 * time_of()
+    assert 1.1 * time_of() < time_of(num_stages=1)
+    assert 1.2 * time_of() < cost.estimate(candidate(), cell(), H200).time_s  # a portable kernel
+
+
+def test_three_warpgroups_pay_for_narrow_heads():
+    narrow = cell(64)
+    time_of = lambda **changes: cost.estimate(specialised(order="pv_first", **changes), narrow, H200).time_s  # noqa: E731
+    assert 1.1 * time_of(block_m=192, num_stages=3) < time_of(num_stages=3)
+
+
+def test_narrow_blocks_of_wide_heads_are_at_the_limit_of_shared_memory():
+    wide = cost.estimate(specialised(**FASTEST[256]), cell(256), H200)
+    usual = cost.estimate(specialised(), cell(), H200)
+    assert wide.smem_s > 0.95 * wide.tensor_s
+    assert 0.8 < usual.smem_s / usual.tensor_s < 0.9
+
+
+# From Triton 3.6.0's compiler for sm_90a (2026-11-30).
+@pytest.mark.parametrize(
+    ("dims", "numbers", "mask", "reported"),
+    [
+        ((64, 64), dict(block_m=192, num_stages=3), "full", 172420),
+        ((64, 64), dict(block_m=192, num_stages=3), "causal", 172436),
+        ((64, 64), dict(block_m=64, block_n=64, num_stages=4, q_stages=1), "full", 82204),
+        ((64, 64), dict(num_stages=4, q_stages=1), "full", 164168),
+        ((128, 128), dict(), "full", 229704),
+        ((128, 128), dict(block_m=64, q_stages=1), "full", 164092),
+        ((128, 128), dict(block_m=192, block_n=64, num_stages=4, q_stages=1), "causal", 229748),
+        ((256, 256), dict(block_n=64, q_stages=1), "full", 229672),
+    ],
+)
+def test_shared_memory_of_hopper_kernels(dims, numbers, mask, reported):
+    problem = cell(128, head_dim_qk=dims[0], head_dim_v=dims[1], mask=mask)
+    assert resources.smem_bytes(specialised(mask, **numbers), problem, H200) == pytest.approx(reported, abs=64)
+
+
+@pytest.mark.parametrize(("block_m", "registers"), [(64, 255), (128, 168), (192, 128)])
+def test_a_hopper_kernel_takes_a_whole_sm(block_m, registers):
+    """Registers a thread as the compiler reports them; warps share them out anew when they part."""
+    made = specialised(block_m=block_m, ping_pong=block_m > 64)
+    guess = resources.guess(made, cell(64), H200)
+    assert (guess.registers, guess.spill_bytes) == (registers, 0)
+    assert cost.estimate(made, cell(64), H200).programs_per_sm == 1

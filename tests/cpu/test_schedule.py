@@ -1,0 +1,186 @@
+"""Tiles of hopper kernels: each is computed once, programs have equal work, and every claim about cut blocks holds pair by pair."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashgen import schedule
+from flashgen.candidate import Candidate, Config, Variant
+from flashgen.problem import Problem
+
+SMS = 132
+ROWS = schedule.WARPGROUP_ROWS
+
+
+def cell(head_dim, seqlen, mask="causal"):
+    """16k tokens in all, 2048 columns over the heads, as in the published tables."""
+    heads = 2048 // head_dim
+    return Problem(
+        batch=16384 // seqlen,
+        heads_q=heads,
+        heads_kv=heads,
+        seqlen_q=seqlen,
+        seqlen_kv=seqlen,
+        head_dim_qk=head_dim,
+        head_dim_v=head_dim,
+        mask=mask,
+    )
+
+
+def specialised(block_m, block_n, head_group=8, longest_first=True):
+    return Candidate(
+        variant=Variant(backend="hopper", load="tma", order="qk_first", longest_first=longest_first),
+        config=Config(block_m=block_m, block_n=block_n, num_warps=block_m // 16, num_stages=2, head_group=head_group, persistent=True),
+    )
+
+
+sides = st.none() | st.integers(0, 700)
+problems = st.builds(
+    Problem,
+    batch=st.integers(1, 3),
+    heads_q=st.sampled_from([1, 3, 8]),
+    heads_kv=st.just(1),
+    seqlen_q=st.integers(1, 700),
+    seqlen_kv=st.integers(1, 700),
+    head_dim_qk=st.just(64),
+    head_dim_v=st.just(64),
+    mask=st.sampled_from(["full", "causal", "causal_top_left"]),
+    window=st.tuples(sides, sides),
+)
+aligned = st.builds(
+    Problem,
+    batch=st.just(1),
+    heads_q=st.just(1),
+    heads_kv=st.just(1),
+    seqlen_q=st.sampled_from([64, 128, 192, 320, 512]),
+    seqlen_kv=st.sampled_from([64, 128, 256, 448, 512]),
+    head_dim_qk=st.just(64),
+    head_dim_v=st.just(64),
+    mask=st.sampled_from(["full", "causal", "causal_top_left"]),
+    window=st.tuples(st.none() | st.sampled_from([64, 100, 128]), st.none() | st.sampled_from([0, 63, 64, 128])),
+)
+tiles = st.tuples(st.sampled_from([64, 128, 192]), st.sampled_from([64, 128]))
+
+
+@settings(deadline=None)
+@given(problems, tiles, st.sampled_from([1, 4, 8]), st.booleans(), st.integers(1, 200))
+def test_every_tile_is_computed_exactly_once(problem, tile, head_group, longest_first, programs):
+    count = problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / tile[0])
+    lists = schedule.tile_lists(specialised(*tile, head_group, longest_first), problem, min(programs, count))
+    assert sorted(each for own in lists for each in own) == list(range(count))
+    assert all(lists)  # every program has one
+
+
+def loads(candidate, problem, programs=SMS):
+    """Blocks of keys of each program, with what a tile costs beside them."""
+    config = candidate.config
+    row_blocks = math.ceil(problem.seqlen_q / config.block_m)
+    lists = schedule.tile_lists(candidate, problem, programs)
+
+    def work(tile):
+        first, end = schedule.blocks_seen(problem, tile % row_blocks * config.block_m, config.block_m, config.block_n)
+        return max(1, end - first) + 0.7
+
+    return [sum(map(work, own)) for own in lists]
+
+
+CELLS = [(head_dim, seqlen) for head_dim in (64, 128, 256) for seqlen in (1024, 2048, 4096, 8192, 16384)]
+TILES = {64: (192, 128), 128: (128, 128), 256: (128, 64)}
+
+
+@pytest.mark.parametrize(("head_dim", "seqlen"), CELLS)
+def test_causal_work_is_balanced(head_dim, seqlen):
+    own = loads(specialised(*TILES[head_dim]), cell(head_dim, seqlen))
+    assert max(own) * len(own) / sum(own) <= 1.07
+
+
+@settings(deadline=None)
+@given(problems, tiles, st.sampled_from([1, 4, 8]), st.booleans(), st.sampled_from([1, 7, SMS]))
+def test_the_imbalance_that_the_cost_model_sees_is_that_of_the_lists(problem, tile, head_group, longest_first, programs):
+    own = loads(specialised(*tile, head_group, longest_first), problem, programs)
+    seen = schedule.imbalance(problem, *tile, longest_first, head_group, programs)
+    tiles_of_program = problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / tile[0]) / programs
+    assert seen == pytest.approx(max(own) * programs / sum(own), abs=1e-9 if tiles_of_program < 8 else 0.1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_group", "tiles_of_head", "groups"),
+    [(32, 8, 64, [8, 8, 8, 8]), (32, 8, 16, [8, 24]), (20, 8, 64, [8, 12]), (3, 8, 1, [3]), (1, 1, 1, [1])],
+)
+def test_the_last_groups_of_heads_are_one_until_all_programs_share_it(heads, head_group, tiles_of_head, groups):
+    assert schedule.head_groups(heads, head_group, tiles_of_head, SMS) == groups
+
+
+def walked(problem, block_m, block_n):
+    """(first row, blocks in the order of walking, first block of the tile) of each warpgroup, as the kernel has it."""
+    for row in range(0, problem.seqlen_q, block_m):
+        first, end = schedule.blocks_seen(problem, row, block_m, block_n)
+        end = max(end, first + 1)
+        for own in range(row, row + block_m, ROWS):
+            own_end = end
+            if schedule.skips(problem, block_m, block_n):
+                own_end = min(max(schedule.blocks_seen(problem, own, ROWS, block_n)[1], first + 1), end)
+            yield own, list(range(own_end - 1, first - 1, -1))
+
+
+@settings(deadline=None, max_examples=150)
+@given(aligned | problems, tiles)
+def test_blocks_cut_on_the_right(problem, tile):
+    """A key is hidden on the right by the mask or the end of the keys; where it is promised, only a warpgroup's first block has such keys.
+    What it does not walk it does not see."""
+    block_m, block_n = tile
+    low, high = problem.band
+    promised = schedule.cuts(problem, block_m, block_n)
+    total = 0
+    for own, blocks in walked(problem, block_m, block_n):
+        total += len(blocks)
+        rows = range(own, min(own + ROWS, problem.seqlen_q))
+        ends = [problem.seqlen_kv if high is None else min(row + high + 1, problem.seqlen_kv) for row in rows]
+        cut = [place for place, block in enumerate(blocks) if ends and min(ends) < (block + 1) * block_n]
+        if promised < 2:
+            assert cut in ([], [0])[: promised + 1]
+        for row, end in zip(rows, ends):
+            seen = range(0 if low is None else max(0, row + low), max(0, end))
+            assert {key // block_n for key in seen} <= set(blocks)
+    loaded, sum_of_walks = schedule.shares(problem, block_m, block_n)
+    assert sum_of_walks == total
+    assert loaded <= total
+
+
+@pytest.mark.parametrize(
+    ("mask", "seqlen_kv", "tile", "expected"),
+    [
+        ("full", 1024, (128, 128), 0),
+        ("full", 1000, (128, 128), 1),
+        ("causal", 1024, (128, 128), 1),
+        ("causal", 1024, (192, 128), 1),
+        ("causal", 1024, (128, 64), 1),
+        ("causal", 1056, (128, 128), 2),  # the diagonal crosses two blocks
+        ("causal", 1088, (128, 128), 2),
+        ("causal", 1088, (192, 128), 1),
+    ],
+)
+def test_how_many_blocks_are_cut(mask, seqlen_kv, tile, expected):
+    problem = Problem(batch=1, heads_q=1, heads_kv=1, seqlen_q=1024, seqlen_kv=seqlen_kv, head_dim_qk=128, head_dim_v=128, mask=mask)
+    assert schedule.cuts(problem, *tile) == expected
+
+
+@pytest.mark.parametrize(
+    ("mask", "tile", "slots"),
+    [("full", (192, 64), 1), ("causal", (128, 128), 1), ("causal", (192, 128), 2), ("causal", (128, 64), 2), ("causal", (192, 64), 3)],
+)
+def test_a_warpgroup_that_skips_blocks_needs_slots_for_them(mask, tile, slots):
+    assert schedule.least_stages(cell(64, 1024, mask), *tile) == slots
+
+
+@pytest.mark.parametrize(("seqlen", "rows"), [(0, 16), (1, 16), (17, 32), (64, 64), (100, 128), (1000, 1024)])
+def test_the_smallest_tile_for_a_sequence(seqlen, rows):
+    assert schedule.tile_rows(seqlen) == rows
+
+
+@pytest.mark.parametrize(("dims", "columns"), [((64, 64), (64, 64)), ((24, 40), (64, 64)), ((192, 128), (256, 128)), ((72, 8), (128, 64))])
+def test_columns_of_hopper_tiles(dims, columns):
+    problem = Problem(batch=1, heads_q=1, heads_kv=1, seqlen_q=64, seqlen_kv=64, head_dim_qk=dims[0], head_dim_v=dims[1])
+    assert schedule.specialised_dims(problem) == columns
