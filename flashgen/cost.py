@@ -16,8 +16,7 @@ from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
-from flashgen.resources import costly_spill, guess, launched_warps, uses_warpgroups
-from flashgen.resources import programs_per_sm as programs_per_sm
+from flashgen.resources import costly_spill, guess, launched_warps, programs_per_sm, uses_warpgroups
 from flashgen.schedule import WARPGROUP_ROWS, cuts, imbalance, shares, specialised_dims, tile_dim, unevenness, walk
 
 

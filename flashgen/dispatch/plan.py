@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from flashgen.problem import Problem
 from flashgen.record import Record
 
 MOST_PLANS = 4096  # a plan is some kilobytes; the oldest goes first
-INTERPRETED_DEVICE = "h200"  # whose kernels Triton's interpreter runs for tensors on the CPU
+# Whose kernels Triton's interpreter runs for tensors on the CPU: it has TMA, but no sm_90 and so no warp-specialised kernels.
+INTERPRETED_DEVICE = replace(Device.named("h200"), name="Triton's interpreter", arch="sm_100")
 
 _log = logging.getLogger("flashgen.dispatch")
 
@@ -105,7 +106,7 @@ class Planner:
         """What is known of a torch device; of the CPU, the device whose kernels the interpreter runs."""
         with self._lock:
             if place not in self._devices:
-                self._devices[place] = Device.current(place.index) if place.type == "cuda" else Device.named(INTERPRETED_DEVICE)
+                self._devices[place] = Device.current(place.index) if place.type == "cuda" else INTERPRETED_DEVICE
             return self._devices[place]
 
     def winners(self) -> tuple[Record, ...]:
