@@ -20,8 +20,7 @@ from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.problem import Problem
 from flashgen.resources import programs_per_sm
-from flashgen.schedule import _seen as blocks_seen
-from flashgen.schedule import tile_lists
+from flashgen.schedule import blocks_seen, tile_lists
 from flashgen.space import MOST_GRID
 
 MAX_BLOCK = 512  # rows of the largest tile
@@ -223,14 +222,14 @@ def prepare(
 
 def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int) -> torch.Tensor:
     """(programs, width, 8) int32 on a CUDA device: how many tiles a program computes; then of each the batch item, the heads of Q and
-    of K and V, the first row, the first block of keys, and how many blocks."""
+    of K and V, the first row, the first block of keys, how many blocks, and the head of Q counted through the batch."""
     block_m, block_n = candidate.config.block_m, candidate.config.block_n
     lists = tile_lists(candidate, problem, programs)
     width = 1 + max(len(tiles) for tiles in lists)
     walks = []
     for row in range(0, problem.seqlen_q, block_m):
         first, end = blocks_seen(problem, row, block_m, block_n)
-        walks.append((row, first, max(1, end - first), 0, 0))
+        walks.append((row, first, max(1, end - first)))
     group = problem.heads_q // problem.heads_kv
     numbers = array("i")
     for tiles in lists:
@@ -238,7 +237,7 @@ def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int)
         for tile in tiles:
             heads, row_block = divmod(tile, len(walks))
             item, head = divmod(heads, problem.heads_q)
-            numbers.extend((item, head, head // group, *walks[row_block]))
+            numbers.extend((item, head, head // group, *walks[row_block], heads, 0))
         numbers.extend([0] * 8 * (width - 1 - len(tiles)))
     return _copied(numbers.tobytes(), width, index)
 
@@ -336,7 +335,7 @@ def _describer(
     """(which of q, k, v, out; tensor) -> Triton's TensorDescriptor of it as (batch, heads, seqlen, head_dim)."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    blocks = [block_of(name, kernel.constants) for name in TENSORS]
+    blocks = [block_of(name, kernel.candidate, kernel.problem) for name in TENSORS]
     # TMA wants sizes above 0 and strides that are multiples of 16 bytes also where a tensor is empty, or has one of something.
     multiple = 16 // query.element_size()
     sizes, steps = [], []

@@ -14,13 +14,11 @@ from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
-from flashgen.schedule import WARPGROUP_ROWS, cut_once, least_stages, skips, tile_dim
+from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cut_once, least_stages, skips, specialised_dims, tile_dim
 
 TENSORS = ("q", "k", "v", "out")
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
-LEAST_COLUMNS = 64  # of a hopper kernel's tile: one swizzled box of TMA
-MOST_OUT_COLUMNS = 128  # that it writes at once
 FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
 
 _lock = threading.Lock()
@@ -123,37 +121,42 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
     )
 
 
-def block_of(tensor: str, constants: Mapping[str, int]) -> list[int]:
+def block_of(tensor: str, candidate: Candidate, problem: Problem) -> list[int]:
     """The block in which a TMA descriptor of (batch, heads, seqlen, head_dim) moves q, k, v or out."""
-    columns = constants["BLOCK_D_QK"] if tensor in ("q", "k") else constants["BLOCK_D_V"]
+    numbers = constants_of(candidate, problem)
+    columns = numbers["BLOCK_D_QK"] if tensor in ("q", "k") else numbers["BLOCK_D_V"]
     if tensor in ("k", "v"):
-        return [1, 1, constants["BLOCK_N"], columns]
-    if "REGISTERS" not in constants:
-        return [1, 1, constants["BLOCK_M"], columns]
+        return [1, 1, numbers["BLOCK_N"], columns]
+    if candidate.variant.backend == "triton":
+        return [1, 1, numbers["BLOCK_M"], columns]
     # A warpgroup of a hopper kernel reads and writes its own rows, and a wide output in two halves.
-    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_OUT_COLUMNS) if tensor == "out" else columns]
+    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_PART) if tensor == "out" else columns]
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
-    """Values of constexpr parameters. Problems with the same ones, dtype, head dims and alignment share a kernel of the candidate."""
+    """Numbers of a kernel by the names that its constexpr parameters have. Problems with the same ones, dtype, head dims and alignment
+    share a kernel of the candidate."""
     config = candidate.config
-    dim_qk, dim_v = tile_dim(problem.head_dim_qk), tile_dim(problem.head_dim_v)
     constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages}
     if candidate.variant.backend == "hopper":
+        dim_qk, dim_v = specialised_dims(problem)
+        skipping = int(skips(problem, config.block_m, config.block_n))
         return constants | {
-            "BLOCK_D_QK": max(LEAST_COLUMNS, dim_qk),
-            "BLOCK_D_V": max(LEAST_COLUMNS, dim_v),
+            "BLOCK_D_QK": dim_qk,
+            "BLOCK_D_V": dim_v,
+            "WARPGROUPS": config.block_m // WARPGROUP_ROWS,
             "Q_STAGES": config.q_stages,
             "Q_COLUMNS": 0,
             "CUTS": _cuts(problem, config.block_m, config.block_n),
-            "SKIP": int(skips(problem, config.block_m, config.block_n)),
+            "SKIP": skipping,
+            "SKIPS": skipping,
             "REGISTERS": 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160,
         }
     return constants | {
         "HEAD_DIM_QK": problem.head_dim_qk,
         "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D_QK": dim_qk,
-        "BLOCK_D_V": dim_v,
+        "BLOCK_D_QK": tile_dim(problem.head_dim_qk),
+        "BLOCK_D_V": tile_dim(problem.head_dim_v),
         "HEAD_GROUP": config.head_group,
     }
 
@@ -222,7 +225,7 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
     if name in constants:
         return "constexpr"
     if name in TENSORS:
-        element, block = ELEMENTS[problem.dtype], block_of(name, constants)
+        element, block = ELEMENTS[problem.dtype], block_of(name, candidate, problem)
         if candidate.variant.backend == "hopper":
             return f"tensordesc<{element}{block},{_layout(block, problem.dtype)!r}>"
         return f"tensordesc<{element}{block}>" if candidate.variant.load == "tma" else f"*{element}"

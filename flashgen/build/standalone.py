@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flashgen.build import binary
-from flashgen.build.kernel import ELEMENTS, Kernel, build, options_of
+from flashgen.build.kernel import ELEMENTS, Kernel, build, constants_of, options_of
 from flashgen.candidate import Candidate, Variant
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 from flashgen.render import environment, tidy
 from flashgen.resources import programs_per_sm
-from flashgen.schedule import WARPGROUP_ROWS
+from flashgen.schedule import WARPGROUP_ROWS, skips
 
 EMIT = ("source", "ttgir", "ptx", "sass")
 
@@ -24,7 +24,7 @@ class Launcher:
     """What templates/launcher.py.jinja reads; the numbers of a candidate are in this file alone.
 
     imports, kernel   parts of the generated kernel module: its imports and the launcher's, and everything after them.
-    numbers           (name, value) of each constexpr parameter that the candidate decides.
+    numbers           (name, value) of what the candidate decides.
     constants         (name, expression) of every constexpr parameter.
     options           of the launch, as they are written in Python.
     programs_per_sm   of a persistent kernel.
@@ -81,6 +81,7 @@ def source_text(kernel: Kernel, device: Device) -> str:
     of_problem = {name: name for name in kernel.constants if name.startswith("HEAD_DIM")}
     if "CUTS" in kernel.constants:
         of_problem["CUTS"] = _cuts(kernel)
+    numbers = constants_of(candidate, problem)
     low, high = _band(problem)
     launcher = Launcher(
         problem=problem,
@@ -88,7 +89,9 @@ def source_text(kernel: Kernel, device: Device) -> str:
         candidate=candidate,
         imports=imports,
         kernel=body,
-        numbers=tuple((name, value) for name, value in kernel.constants.items() if name not in of_problem),
+        numbers=tuple(
+            (name, value) for name, value in numbers.items() if name not in of_problem and (name in kernel.constants or "BLOCK" in name)
+        ),
         constants=tuple((name, of_problem.get(name, name)) for name in kernel.constants),
         options="{" + ", ".join(f'"{name}": {value!r}' for name, value in options_of(candidate).items()) + "}",
         programs_per_sm=_programs_per_sm(kernel, device),
@@ -115,11 +118,12 @@ def _programs_per_sm(kernel: Kernel, device: Device) -> int:
 
 def _cuts(kernel: Kernel) -> str:
     """The constant CUTS for any lengths, an expression."""
-    if kernel.problem.band == (None, None):
+    problem, config = kernel.problem, kernel.candidate.config
+    if problem.band == (None, None):
         return "int(seqlen_kv % BLOCK_N > 0)"
-    if kernel.problem.band[1] is None:
+    if problem.band[1] is None:
         return "1"
-    return f"1 if band_high % {WARPGROUP_ROWS if kernel.constants['SKIP'] else 'BLOCK_N'} == 0 else 2"
+    return f"1 if band_high % {WARPGROUP_ROWS if skips(problem, config.block_m, config.block_n) else 'BLOCK_N'} == 0 else 2"
 
 
 def _parts(text: str, variant: Variant) -> tuple[str, str]:
