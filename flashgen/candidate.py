@@ -13,7 +13,7 @@ CHOICES = {
     "backend": ("triton", "hopper"),
     "mask": ("full", "causal", "window"),
     "load": ("pointer", "tma"),
-    "order": ("", "qk_first", "pv_first", "apart"),
+    "order": ("", "qk_first", "pv_first"),
 }
 
 
@@ -24,10 +24,12 @@ class Variant:
     family, backend  which template: templates/<backend>/<family>.py.jinja.
     mask             full: every key; causal: a bound on the right of the diagonal only; window: bounds on both sides.
     load             how tiles of Q, K and V are read: pointer arithmetic, or TMA tensor descriptors made on the host.
-    order            in which a warpgroup of a hopper kernel issues its two products. qk_first: the scores of a block, then the output of the block
-                     before it, which runs beside the softmax; pv_first: the other way round, both waited for; apart: the output alone, then
-                     the scores: fewest registers. Others fill the wait with the softmax of another warpgroup. Empty for triton.
-    ping_pong        warpgroups of a hopper kernel take turns in issuing products, so that one multiplies while another takes its softmax.
+    order            in which order a warpgroup of a hopper kernel issues its two products. qk_first: the scores of a block, then the output of
+                     the block before it, which runs on beside the softmax; pv_first: the other way round, and waits for both, so that
+                     only other warpgroups fill its softmax. Empty for triton.
+    ping_pong        the warpgroups of a hopper kernel take turns in issuing products, so that one multiplies while another takes a softmax.
+    lazy_rescale     the reference of a row's exponentials follows its maximum only where they would pass 2^8, and a warp skips the
+                     multiplication of its accumulators where no reference moved. Pays where accumulators are many (head dim 256).
     masked_apart     blocks that the mask or the end of the keys cuts have a loop of their own; else one loop masks every block.
     longest_first    row blocks are launched from the last to the first, so that causal work ends evenly.
     padded           a head dim is not a power of two: pointer loads mask the columns beyond it (TMA fills them with zeros).
@@ -42,6 +44,7 @@ class Variant:
     load: str = "pointer"
     order: str = ""
     ping_pong: bool = False
+    lazy_rescale: bool = False
     masked_apart: bool = True
     longest_first: bool = False
     padded: bool = False
@@ -87,8 +90,8 @@ class Config:
     """Numbers: they reach the kernel as constexpr arguments or launch options.
 
     block_m, block_n  rows of Q and of K/V in a tile.
-    num_warps         warps a program.
-    num_stages        depth of the software pipeline over K/V tiles.
+    num_warps         warps a program that compute; a hopper kernel has 4 for each 64 rows of block_m, and its producer besides.
+    num_stages        depth of the software pipeline over K/V tiles; in a hopper kernel slots, each for one tile of K and one of V.
     maxnreg           cap on registers a thread; None leaves it to the compiler.
     head_group        how many (batch, head) pairs are walked together, row block by row block; 1 finishes a head before the
                       next. More heads balance causal work better, and want more of L2.
