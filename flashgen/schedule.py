@@ -236,6 +236,3 @@ def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[in
     low, high = problem.band
     end = problem.seqlen_kv if high is None else min(max(min(row + rows, problem.seqlen_q) + high, 0), problem.seqlen_kv)
     return 0 if low is None else max(row + low, 0) // block_n, math.ceil(end / block_n)
-
-
-_seen = blocks_seen

@@ -151,9 +151,10 @@ def _sources(
         if candidate not in given:
             given.add(candidate)
             yield candidate, "predicted", None, None
-    candidate = space.default(problem, device)
-    if candidate not in given:
-        yield candidate, "default", None, None
+    for candidate in (space.default(problem, device), space.portable_default(problem, device)):
+        if candidate not in given:
+            given.add(candidate)
+            yield candidate, "default", None, None
 
 
 def _near(problem: Problem, device: Device, winners: Sequence[Record]) -> list[tuple[float, Record, list[str]]]:

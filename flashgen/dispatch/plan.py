@@ -5,7 +5,7 @@ import math
 import os
 import threading
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ from flashgen.problem import Problem
 from flashgen.record import Record
 
 MOST_PLANS = 4096  # a plan is some kilobytes; the oldest goes first
-# Whose kernels Triton's interpreter runs for tensors on the CPU: it has TMA, but no sm_90 and so no warp-specialised kernels.
-INTERPRETED_DEVICE = replace(Device.named("h200"), name="Triton's interpreter", arch="sm_100")
+INTERPRETED_DEVICE = "h200"  # whose kernels Triton's interpreter runs for tensors on the CPU
 
 _log = logging.getLogger("flashgen.dispatch")
 
@@ -106,7 +105,7 @@ class Planner:
         """What is known of a torch device; of the CPU, the device whose kernels the interpreter runs."""
         with self._lock:
             if place not in self._devices:
-                self._devices[place] = Device.current(place.index) if place.type == "cuda" else INTERPRETED_DEVICE
+                self._devices[place] = Device.current(place.index) if place.type == "cuda" else Device.named(INTERPRETED_DEVICE)
             return self._devices[place]
 
     def winners(self) -> tuple[Record, ...]:

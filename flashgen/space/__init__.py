@@ -107,8 +107,11 @@ def violations(candidate: Candidate, problem: Problem, device: Device) -> list[s
 
 def default(problem: Problem, device: Device) -> Candidate:
     """The hand-picked candidate, or the legal one nearest to it: sane everywhere, best nowhere; searches measure it first."""
-    if not without_hopper(problem, device) and (adapted := adapt(hopper.pick(problem), problem, device)) is not None:
-        return adapted
+    return adapt(hopper.pick(problem), problem, device) or portable_default(problem, device)
+
+
+def portable_default(problem: Problem, device: Device) -> Candidate:
+    """The same among portable kernels, which every device and Triton's interpreter run."""
     dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
     fixed = required(problem)
     masked = fixed["mask"] != "full"
@@ -136,7 +139,8 @@ def default(problem: Problem, device: Device) -> Candidate:
     )
     structure = Variant(**(dict(load="tma" if tma else "pointer", longest_first=masked) | fixed))  # type: ignore[arg-type]
     picked = Candidate(variant=structure, config=numbers)
-    return adapt(picked, problem, device) or min(candidates(problem, device), key=lambda other: _distance(picked, other))
+    portable = (candidate for candidate in candidates(problem, device) if candidate.variant.backend == "triton")
+    return adapt(picked, problem, device) or min(portable, key=lambda other: _distance(picked, other))
 
 
 def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:

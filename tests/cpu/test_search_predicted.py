@@ -15,6 +15,7 @@ from flashgen.search import Budget, Session, numerics, predict, tune
 from flashgen.search.outcome import Ended, Event, Staged, Tried
 from tests.cpu.search_world import H200, SMALL, FakeCompiler, World, estimated
 
+PORTABLE = replace(SMALL, aligned_16=False)  # no warp-specialised kernel takes it, and the interpreter runs all others
 TINY = Problem(batch=1, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_kv=300, head_dim_qk=32, head_dim_v=32, mask="causal")
 
 
@@ -56,14 +57,30 @@ def test_what_does_not_compile_or_is_wrong_does_not_win() -> None:
         return dict.fromkeys(candidates, "out error 1 is above 0.01")  # type: ignore[call-overload]
 
     with pytest.raises(NoWinnerError, match="out error 1"):
-        predict(SMALL, H200, database, top=2, compiler=FakeCompiler(world), check=all_wrong)
+        predict(PORTABLE, H200, database, top=2, compiler=FakeCompiler(world), check=all_wrong)
+
+
+def test_what_has_no_interpreter_is_said() -> None:
+    """Gluon kernels are not interpreted; others beside them are."""
+    world = World(seconds=estimated(SMALL))
+    asked: list[Candidate] = []
+
+    def check(candidates: object, problem: Problem, device: Device) -> dict[Candidate, str]:
+        asked.extend(candidates)  # type: ignore[call-overload]
+        return dict.fromkeys(asked, "")
+
+    notes = predict(SMALL, H200, Database.memory(), top=8, compiler=FakeCompiler(world), check=check).notes
+    assert asked and {each.variant.backend for each in asked} == {"triton"}
+    assert any("hopper kernels not at all, all right" in note for note in notes)
+    notes = predict(SMALL, H200, Database.memory(), top=1, compiler=FakeCompiler(world), check=check).notes
+    assert "Numerics were not checked: hopper kernels have no interpreter." in notes
 
 
 def test_an_interpreter_that_cannot_run_is_said() -> None:
     def broken(candidates: object, problem: Problem, device: Device) -> dict[Candidate, str]:
         raise RuntimeError("only 0-dimensional arrays can be converted")
 
-    outcome = predict(SMALL, H200, Database.memory(), top=1, compiler=FakeCompiler(World(seconds=estimated(SMALL))), check=broken)
+    outcome = predict(PORTABLE, H200, Database.memory(), top=1, compiler=FakeCompiler(World(seconds=estimated(SMALL))), check=broken)
     assert any("Numerics were not checked: only 0-dimensional" in note for note in outcome.notes)
 
 
@@ -89,7 +106,7 @@ def test_the_sibling_is_small_and_alike() -> None:
 def test_numerics_for_real() -> None:
     """Triton's interpreter in a process of its own runs real generated kernels: one candidate for each variant."""
     order = sorted(space.candidates(TINY, H200), key=lambda each: cost.estimate(each, TINY, H200).time_s)
-    tma = next(each for each in order if each.variant.load == "tma")
+    tma = next(each for each in order if each.variant.load == "tma" and each.variant.backend == "triton")
     pointer = next(each for each in order if each.variant.load == "pointer")
     verdicts = numerics.check_numerics([tma, pointer, tma], TINY, H200)
     assert verdicts == {tma: "", pointer: ""}
@@ -103,10 +120,11 @@ def test_numerics_out_of_time() -> None:
 def test_tune_for_a_device_that_is_not_here() -> None:
     """The whole of it: tune with a named device compiles for real and checks numerics, and says that nothing was measured."""
     database = Database.memory()
-    outcome = tune(TINY, device="h200", database=database, budget=Budget(trials=2))
+    unaligned = replace(TINY, aligned_16=False)  # has portable kernels only
+    outcome = tune(unaligned, device="h200", database=database, budget=Budget(trials=2))
     assert not outcome.measured and outcome.winner.measurement.status is Status.PREDICTED
     assert outcome.winner.measurement.resources is not None and outcome.winner.measurement.resources.registers > 16
-    assert len(database.records(TINY, H200)) == 2
+    assert len(database.records(unaligned, H200)) == 2
     assert any("all right" in note for note in outcome.notes), outcome.notes
 
 
