@@ -57,6 +57,8 @@ class Calibration:
     # Hopper kernels: estimates from ten cells of probes of the same structure (H200, 2026-11-29), to be fitted to the kernels themselves.
     warpgroup_meeting: float = 0.85  # of the time that a warpgroup would wait for units that others use, if they met by chance
     ping_pong_meeting: float = 0.80  # the same where warpgroups take turns
+    lazy_rescales: float = 0.1  # of the rescales of accumulators that are left where they are lazy
+    issue_per_vote: float = 45.0  # of each warp, in a block: whether a rescale may be left out
     own_overlap: float = 0.5  # of a warpgroup's P V that runs beside its own softmax, where the order allows it
     smem_contention: float = 6.0  # exponent: products and arrivals slow each other down before shared memory is at its limit
     hopper_tile_latency: float = 16.0  # cycles of a tile outside its loop for each column of Q and V: the first scores, the output
@@ -265,10 +267,13 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     second = max(2.0 * scores * dim_v / flops_per_cycle, read_second / device.smem_bytes_per_clock)
     smem_moved = read_first + read_second + block_n * (dim_qk + dim_v) * size * loaded / walked
     loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size * loaded / walked
+    issue = _issue(WARPGROUP_ROWS, scores, dim_v, 4, fitted)
+    if variant.lazy_rescale:
+        issue += fitted.issue_per_vote - (1 - fitted.lazy_rescales) * WARPGROUP_ROWS * dim_v * fitted.issue_per_output / 32 / 4
     units = {
         "tensor": first + second,
         "exp": (scores + WARPGROUP_ROWS) / device.exp_per_clock,
-        "issue": _issue(WARPGROUP_ROWS, scores, dim_v, 4, fitted),
+        "issue": issue,
         "smem": smem_moved / device.smem_bytes_per_clock,
         "l2": loaded_bytes / _l2_bytes_per_cycle(device, fitted),
     }

@@ -182,7 +182,7 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     return None if violations(adapted, problem, device) else adapted
 
 
-_STRUCTURE = ("backend", "load", "order", "ping_pong", "masked_apart", "longest_first")
+_STRUCTURE = ("backend", "load", "order", "ping_pong", "lazy_rescale", "masked_apart", "longest_first")
 _ORDER = ("masked_apart", "persistent", "longest_first", "head_group")  # axes that decide the order of work, not the tile
 
 

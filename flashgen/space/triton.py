@@ -32,6 +32,7 @@ def axes(problem: Problem, device: Device, masked: bool) -> dict[str, list[Any]]
         "load": ["pointer"] if no_tma(problem) or not device.has_tma else ["tma", "pointer"],
         "order": [""],
         "ping_pong": [False],
+        "lazy_rescale": [False],
         # 256 rows or keys were never best: 10 to 25 % behind (H200, d 64 to 256, 2026-11-29).
         "block_m": [16, 32, 64, 128],
         "block_n": [16, 32, 64, 128],
@@ -66,9 +67,10 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
         yield "num_warps", f"is {num_warps}, a program has at most 32"
         return
 
-    for name, given, needed in (("order", variant.order, ""), ("ping_pong", variant.ping_pong, False), ("q_stages", config.q_stages, 1)):
-        if given != needed:
-            yield name, f"is {given!r}, must be {needed!r}: portable kernels have no such choice"
+    given = {"order": variant.order, "ping_pong": variant.ping_pong, "lazy_rescale": variant.lazy_rescale, "q_stages": config.q_stages}
+    for name, needed in (("order", ""), ("ping_pong", False), ("lazy_rescale", False), ("q_stages", 1)):
+        if given[name] != needed:
+            yield name, f"is {given[name]!r}, must be {needed!r}: portable kernels have no such choice"
 
     # TMA: hardware from Hopper on, 16-byte addresses and strides, boxes of at most 256 rows, no empty tensor.
     if variant.load == "tma":

@@ -360,10 +360,11 @@ def test_other_constants_can_be_tried():
 # ---- Hopper kernels ---------------------------------------------------------------------------------------------------------
 
 
-def specialised(mask="full", order="qk_first", ping_pong=True, **numbers):
+def specialised(mask="full", order="qk_first", ping_pong=True, lazy_rescale=False, **numbers):
     values = dict(block_m=128, block_n=128, num_stages=2, head_group=8 if mask != "full" else 1, persistent=True, q_stages=2)
     values |= numbers
-    variant = Variant(backend="hopper", mask=mask, load="tma", order=order, ping_pong=ping_pong, longest_first=mask != "full")
+    structure = dict(order=order, ping_pong=ping_pong, lazy_rescale=lazy_rescale)
+    variant = Variant(backend="hopper", mask=mask, load="tma", longest_first=mask != "full", **structure)
     return Candidate(variant=variant, config=Config(**values, num_warps=values["block_m"] // 16))
 
 
@@ -411,6 +412,14 @@ def test_three_warpgroups_pay_for_narrow_heads():
     narrow = cell(64)
     time_of = lambda **changes: cost.estimate(specialised(order="pv_first", **changes), narrow, H200).time_s  # noqa: E731
     assert 1.1 * time_of(block_m=192, num_stages=3) < time_of(num_stages=3)
+
+
+def test_lazy_rescales_pay_where_accumulators_are_many():
+    for head_dim, pays in ((64, False), (128, True), (256, True)):
+        eager, lazy = (
+            cost.estimate(specialised(**FASTEST[head_dim], lazy_rescale=lazy), cell(head_dim), H200).time_s for lazy in (False, True)
+        )
+        assert (lazy < eager) == pays
 
 
 def test_narrow_blocks_of_wide_heads_are_at_the_limit_of_shared_memory():

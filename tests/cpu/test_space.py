@@ -264,7 +264,7 @@ def test_variants_are_those_of_the_candidates():
     found = space.variants(problem(), H200)
     portable = [each for each in found if each.backend == "triton"]
     assert len(portable) == 8  # two loads, masked blocks apart or not, two orders
-    assert len(found) - len(portable) == 4  # two orders of the products, in turns or not
+    assert len(found) - len(portable) == 8  # two orders of the products, in turns or not, lazy or not
     assert len(found) == len(set(found))
     assert {each.variant for each in space.candidates(problem(), H200)} == set(found)
 
@@ -348,10 +348,11 @@ def test_old_devices_are_unsupported():
 # ---- Hopper kernels ---------------------------------------------------------------------------------------------------------
 
 
-def specialised(mask="causal", order="qk_first", ping_pong=True, **numbers):
+def specialised(mask="causal", order="qk_first", ping_pong=True, lazy_rescale=False, **numbers):
     values = dict(block_m=128, block_n=128, num_stages=2, head_group=8 if mask != "full" else 1, persistent=True, q_stages=2)
     values |= numbers
-    variant = Variant(backend="hopper", mask=mask, load="tma", order=order, ping_pong=ping_pong, longest_first=mask != "full")
+    structure = dict(order=order, ping_pong=ping_pong, lazy_rescale=lazy_rescale)
+    variant = Variant(backend="hopper", mask=mask, load="tma", longest_first=mask != "full", **structure)
     return Candidate(variant=variant, config=Config(**(dict(num_warps=values["block_m"] // 16) | values)))
 
 
@@ -363,7 +364,7 @@ LARGE = dict(batch=2, heads_q=16, heads_kv=16, seqlen_q=8192, seqlen_kv=8192)
     [
         (64, dict(order="pv_first", block_m=192, num_stages=3)),
         (128, dict(order="qk_first")),
-        (256, dict(order="pv_first", block_n=64, q_stages=1)),
+        (256, dict(order="pv_first", lazy_rescale=True, block_n=64, q_stages=1)),
     ],
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
@@ -425,12 +426,11 @@ def test_each_limit_of_hopper_kernels_has_a_name_and_both_figures(name, changes)
 
 
 def test_what_means_nothing_to_a_backend_has_one_value_there():
-    for changes in (dict(order="apart"), dict(order="")):
-        assert names(space.violations(specialised(**changes), problem(), H200)) == {"order"}
+    assert names(space.violations(specialised(order=""), problem(), H200)) == {"order"}
     assert names(space.violations(specialised(maxnreg=168), problem(), H200)) == {"maxnreg"}
     assert names(space.violations(specialised(persistent=False), problem(), H200)) == {"persistent"}
     portable = candidate()
-    for field, value in (("order", "pv_first"), ("ping_pong", True)):
+    for field, value in (("order", "pv_first"), ("ping_pong", True), ("lazy_rescale", True)):
         changed = dataclasses.replace(portable, variant=dataclasses.replace(portable.variant, **{field: value}))
         assert names(space.violations(changed, problem(), H200)) == {field}
     assert names(space.violations(candidate(q_stages=2), problem(), H200)) == {"q_stages"}
@@ -474,5 +474,7 @@ def test_a_hopper_winner_is_made_to_fit():
     full = space.adapt(specialised(), problem(**LARGE, mask="full"), H200)
     assert full == specialised(mask="full")
     assert space.adapt(full, problem(**LARGE), H200).variant.longest_first
+    lazy = space.default(problem(**LARGE, head_dim_qk=256, head_dim_v=256), H200)
+    assert not space.adapt(lazy, problem(**LARGE, head_dim_qk=64, head_dim_v=64), H200).variant.lazy_rescale
     negative = dataclasses.replace(narrow, variant=dataclasses.replace(narrow.variant, scale_first=True))
     assert space.violations(negative, problem(**LARGE, head_dim_qk=64, head_dim_v=64), H200) == []
