@@ -140,16 +140,13 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
     constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages}
     if candidate.variant.backend == "hopper":
         dim_qk, dim_v = specialised_dims(problem)
-        skipping = int(skips(problem, config.block_m, config.block_n))
         return constants | {
             "BLOCK_D_QK": dim_qk,
             "BLOCK_D_V": dim_v,
             "WARPGROUPS": config.block_m // WARPGROUP_ROWS,
             "Q_STAGES": config.q_stages,
-            "Q_COLUMNS": 0,
             "CUTS": _cuts(problem, config.block_m, config.block_n),
-            "SKIP": skipping,
-            "SKIPS": skipping,
+            "SKIPS": int(skips(problem, config.block_m, config.block_n)),
             "REGISTERS": 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160,
         }
     return constants | {
@@ -263,7 +260,7 @@ def _require_launchable(candidate: Candidate) -> None:
 
 
 def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device: Device) -> None:
-    """The same for a hopper kernel, which is written for certain tiles, and waits for ever on a ring that is too short."""
+    """The same for a hopper kernel, which is written for certain tiles, and waits for ever if it has too few slots."""
     if device.capability != 90:
         raise BuildError(f"{candidate}: a hopper kernel needs sm_90; {device.name} is {device.arch}")
     config = candidate.config
@@ -280,7 +277,7 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
         raise BuildError(f"{candidate}: a hopper kernel has head dims of at most 256; {problem} has more")
     least = least_stages(problem, config.block_m, config.block_n)
     if config.num_stages < least:
-        raise BuildError(f"{candidate}: num_stages is {config.num_stages}; the ring needs at least {least} for {problem}")
+        raise BuildError(f"{candidate}: num_stages is {config.num_stages}; {problem} needs at least {least} slots")
 
 
 def _require_resources(compiled: Any, candidate: Candidate, device: Device) -> None:

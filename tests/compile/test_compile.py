@@ -13,7 +13,7 @@ import pytest
 import triton
 
 from flashgen import space
-from flashgen.build import CompilePool, binary, build, ptxas_log, sass_mix
+from flashgen.build import CompilePool, binary, build, ptxas_log
 from flashgen.candidate import CHOICES, Candidate, Variant
 from flashgen.device import Device
 from flashgen.errors import BuildError
@@ -84,8 +84,8 @@ def test_machine_code_of_hopper_kernels(candidate: Candidate, problem: Problem, 
     outcome = compiled()[device.arch, candidate]
     assert isinstance(outcome, Resources), outcome
     kernel = build(candidate, problem, device)
-    code, mix = binary.sass(kernel.compiled), sass_mix(kernel)
-    assert mix["HGMMA"] > 0 and mix["UTMALDG"] > 0
+    code = binary.sass(kernel.compiled)
+    assert "HGMMA" in code and "UTMALDG" in code
     assert binary.spills_between_products(code) == 0
     assert outcome.spill_bytes == 0
     assert not re.findall(r"C75\d\d.*", ptxas_log(kernel.compiled))

@@ -152,7 +152,7 @@ def test_numbers_that_no_device_launches_are_refused_before_compiling(monkeypatc
         ({"q_stages": 3}, "q_stages is 3; it must be one of 1, 2"),
         ({"num_warps": 4}, "num_warps is 4; 192 rows need 12"),
         ({"maxnreg": 200}, "maxnreg is 200; .* it must be None"),
-        ({"num_stages": 1}, "num_stages is 1; the ring needs at least"),  # a block that one warpgroup skips waits beside one that it sees
+        ({"num_stages": 1}, "num_stages is 1; .* needs at least 2 slots"),  # a block that one warpgroup skips waits beside one that it sees
         ({"problem": {"dtype": "float32"}}, "needs 16-bit elements"),
         ({"problem": {"aligned_16": False}}, "16-byte aligned"),
         ({"problem": {"head_dim_v": 264}}, "head dims of at most 256; .* has more"),
@@ -160,7 +160,7 @@ def test_numbers_that_no_device_launches_are_refused_before_compiling(monkeypatc
     ],
 )
 def test_numbers_that_a_hopper_kernel_is_not_written_for_are_refused_before_compiling(monkeypatch, numbers, words):
-    """A ring that is too short would wait for ever."""
+    """With too few slots it would wait for ever."""
     monkeypatch.setattr(triton, "compile", lambda *arguments, **options: pytest.fail("compiled"))
     numbers = dict(numbers)
     problem, device = dataclasses.replace(PROBLEM, **numbers.pop("problem", {})), numbers.pop("device", H200)
@@ -190,7 +190,9 @@ def test_a_hopper_kernel_depends_on_the_mask():
     full = hopper_candidate(Variant(backend="hopper", load="tma", order="pv_first"))
     for seqlen_kv, cuts in ((256, 0), (300, 1)):
         problem = dataclasses.replace(PROBLEM, mask="full", seqlen_kv=seqlen_kv)
-        assert constants_of(full, problem) == first | {"CUTS": cuts, "SKIP": 0, "SKIPS": 0}
+        assert constants_of(full, problem) == first | {"CUTS": cuts, "SKIPS": 0}
+    left = dataclasses.replace(PROBLEM, mask="full", window=(20, None))
+    assert constants_of(full, left) == first | {"CUTS": 1, "SKIPS": 0}  # the last block is cut on its left
 
 
 def test_equal_code_with_another_schedule_is_another_kernel():
