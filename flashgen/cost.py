@@ -16,7 +16,7 @@ from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
-from flashgen.resources import costly_spill, guess, launched_warps, programs_per_sm, uses_warpgroups
+from flashgen.resources import costly_spill, guess, resident, uses_warpgroups
 from flashgen.schedule import WARPGROUP_ROWS, cuts, imbalance, shares, specialised_dims, tile_dim, unevenness, walk
 
 
@@ -115,9 +115,8 @@ def estimate(
     # Programs on an SM at one time.
     if resources is None:
         resources = guess(candidate, problem, device)
-    warps = launched_warps(config, variant.backend)
-    resident = max(1, programs_per_sm(warps, max(1, resources.registers), resources.smem_bytes, device))
-    programs = min(resident, math.ceil(tiles / device.num_sms))
+    at_once = resident(candidate, resources, device)
+    programs = min(at_once, math.ceil(tiles / device.num_sms))
     slots = device.num_sms * programs
 
     hz = device.boost_hz * fitted.clock
@@ -145,7 +144,7 @@ def estimate(
         smem_s=seconds["smem"],
         l2_s=seconds["l2"],
         dram_s=dram_s,
-        programs_per_sm=resident,
+        programs_per_sm=at_once,
         waves=tiles / slots,
         time_s=time_s,
         bound_s=bound_s,

@@ -13,7 +13,9 @@ _BESIDE = 15  # accumulators, scores and probabilities
 _PIPELINE = 18  # more, with more than one stage or a mask
 _MASK = 6  # more, with a mask
 _POINTER = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
-_BESIDE_HOPPER = 25  # of a consumer of a hopper kernel
+_BESIDE_HOPPER = 25  # of a consumer of a hopper kernel, at least
+_SPARE_HOPPER = 10  # more, that it takes if there are any
+_MASK_HOPPER = 20  # and with a mask
 
 # Spilled bytes that cost nothing: they lie outside the loop.
 _FREE_SPILL = 60.0
@@ -82,14 +84,11 @@ def wanted_by_consumer(candidate: Candidate, problem: Problem) -> int:
     return specialised_dims(problem)[1] // 2 + block_n // 2 + block_n // 4 + _BESIDE_HOPPER
 
 
-def launched_warps(config: Config, backend: str) -> int:
-    """Warps of a program: hopper kernels have a producer beside their consumers, and warps come in warpgroups."""
-    return config.num_warps + 4 if backend == "hopper" else config.num_warps
-
-
 def register_limit(candidate: Candidate, device: Device) -> int:
     """Most registers a thread may have: the architecture's 255, its share of the file, and the candidate's own cap."""
-    threads = 32 * launched_warps(candidate.config, candidate.variant.backend)
+    if candidate.variant.backend == "hopper":
+        return consumer_registers(candidate.config)
+    threads = 32 * candidate.config.num_warps
     return min(255, device.registers_per_sm // threads // 8 * 8, candidate.config.maxnreg or 255)
 
 
@@ -97,18 +96,19 @@ def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
     """What the compiler may say of this kernel. For 16-bit elements by TMA, registers are mostly right to 10 and spills to a factor of 2.
 
     A thread holds its accumulators, its scores, and the probabilities in the inputs' type; in need, half of these take the place of
-    scores. A register that is still missing is spilled about twice. A hopper kernel takes all registers of an SM, and shares them out.
+    scores. A register that is still missing is spilled about twice.
     """
     config, size = candidate.config, problem.itemsize
+    masked = candidate.variant.mask != "full"
     limit = register_limit(candidate, device)
     if candidate.variant.backend == "hopper":
-        wanted, least = float(limit), float(limit + max(0, wanted_by_consumer(candidate, problem) - consumer_registers(config)))
+        least = float(wanted_by_consumer(candidate, problem))
+        wanted = least + _SPARE_HOPPER + (_MASK_HOPPER if masked else 0)
     else:
         threads = 32 * config.num_warps
         scores = config.block_m * config.block_n / threads
         probabilities = scores * size / 4
         wanted = config.block_m * tile_dim(problem.head_dim_v) / threads + scores + probabilities + _BESIDE
-        masked = candidate.variant.mask != "full"
         if config.num_stages > 1 or masked:
             wanted += _PIPELINE
         if masked:
@@ -131,6 +131,13 @@ def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
 def costly_spill(candidate: Candidate, spill_bytes: float) -> float:
     """Spilled bytes that the loop pays for: the first ones are values that it hardly needs."""
     return max(0.0, spill_bytes - (_FREE_SPILL_POINTER if candidate.variant.load == "pointer" else _FREE_SPILL))
+
+
+def resident(candidate: Candidate, needed: Resources, device: Device) -> int:
+    """How many programs of this kernel an SM holds at once, at least one. A hopper kernel takes all its registers, and shares them out."""
+    if candidate.variant.backend == "hopper":
+        return 1
+    return max(1, programs_per_sm(candidate.config.num_warps, max(1, needed.registers), needed.smem_bytes, device))
 
 
 def programs_per_sm(num_warps: int, registers_per_thread: float, smem: int, device: Device) -> int:
