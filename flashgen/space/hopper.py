@@ -14,7 +14,7 @@ from flashgen.schedule import WARPGROUP_ROWS, tile_rows
 
 ORDERS = ("qk_first", "pv_first")
 MOST_STAGES = 4
-LEAST_LAZY = 64  # accumulators of a thread: 461 instructions become 432, with 128 of them 417 become 317; with 32 they grow
+LEAST_LAZY = 128  # accumulators of a thread: worth 5 % with as many, and costs 4 % with 64 (H200, d 256 and 128, N 8192, 2026-11-30)
 
 Violation = tuple[str, str]  # name of the constraint, message
 
@@ -111,11 +111,16 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     # Turns are taken by two warpgroups or more. A second buffer of Q is for a program's second tile.
     if variant.ping_pong and config.block_m <= WARPGROUP_ROWS:
         yield "ping_pong", f"needs 2 warpgroups, {config.block_m} rows have {config.block_m // WARPGROUP_ROWS}"
-    if config.q_stages > 2:
-        yield "q_stages", f"is {config.q_stages}, at most 2 are of use"
     tiles = _tiles(problem, config.block_m)
-    if config.q_stages > 1 and tiles <= device.num_sms:
-        yield "q_stages", f"is {config.q_stages}, but {tiles} tiles leave {device.num_sms} SMs one each"
+    useful = 1 if tiles <= device.num_sms else 2
+    if config.q_stages > useful:
+        yield "q_stages", f"is {config.q_stages}, with {tiles} tiles on {device.num_sms} SMs {useful} are of use"
+    elif config.q_stages < useful:
+        # With one buffer Q waits for the tile before: 5 % slower at N 1024 (H200, d 128, 2026-11-30).
+        more = replace(candidate, config=replace(config, q_stages=config.q_stages + 1))
+        needed = resources.smem_bytes(more, problem, device)
+        if needed <= device.smem_per_block_bytes:
+            yield "q_stages", f"is {config.q_stages}, one more fits: {needed} bytes of {device.smem_per_block_bytes}"
     least, most = _least_stages(problem, config), most_stages(candidate, problem, device)
     smem = resources.smem_bytes(candidate, problem, device)
     if config.num_stages < least:
@@ -155,14 +160,14 @@ def is_ordered(problem: Problem, device: Device, block_m: int) -> bool:
 
 
 def pick(problem: Problem) -> Candidate:
-    """A good kernel for large problems with these head dims, as measured on an H200 with probes (2026-11-29); it may not fit."""
+    """A good kernel for large problems with these head dims, as measured on an H200 (2026-11-30); it may not fit."""
     dim = max(schedule.specialised_dims(problem))
     if dim <= 64:
-        order, block_m, block_n = "pv_first", 192, 128  # 559 TFLOP/s full, 527 causal (N 8192)
+        block_m, block_n = 192, 128  # 552 TFLOP/s full, 527 causal (N 8192); 128 x 128 466 and 472
     elif dim <= 128:
-        order, block_m, block_n = "qk_first", 128, 128  # 682 and 673
+        block_m, block_n = 128, 128  # 655 and 660
     else:
-        order, block_m, block_n = "pv_first", 128, 64  # 694 and 698
+        block_m, block_n = 128, 64  # 723 and 707
     numbers = Config(
         block_m=block_m,
         block_n=block_n,
@@ -172,7 +177,7 @@ def pick(problem: Problem) -> Candidate:
         persistent=True,
         q_stages=2 if dim <= 128 else 1,
     )
-    variant = Variant(backend="hopper", load="tma", order=order, ping_pong=True, lazy_rescale=dim > 128)
+    variant = Variant(backend="hopper", load="tma", order="qk_first", ping_pong=True, lazy_rescale=dim > 128)
     return Candidate(variant=variant, config=numbers)
 
 

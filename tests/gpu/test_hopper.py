@@ -1,0 +1,114 @@
+"""Warp-specialised kernels on the GPU against the float64 oracle: every structure over the shapes that break pipelines and masks."""
+
+import functools
+import itertools
+import random
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashgen import check, launch, space
+from flashgen.build import CompilePool, build
+from flashgen.candidate import Candidate
+from flashgen.device import Device
+from flashgen.problem import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
+]
+
+# Around multiples of the tiles (64, 128 and 192 rows; 64 and 128 keys), and where a warpgroup or a whole tile sees no key.
+LENGTHS = [(1, 1), (1, 777), (63, 65), (64, 128), (129, 127), (191, 193), (300, 100), (520, 648), (577, 577), (1000, 1030)]
+MASKS = {
+    "full": dict(),
+    "causal": dict(mask="causal"),
+    "top left": dict(mask="causal_top_left"),
+    "window": dict(mask="causal", window=(100, None)),
+    "both sides": dict(window=(70, 33)),
+    "itself only": dict(window=(0, 0)),
+}
+DIMS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "odd": (80, 40), "192/128": (192, 128), "64/256": (64, 256)}
+STRUCTURES = 3  # of each mask and pair of head dims
+
+
+def structures(mask: str, dims: str) -> list[Candidate]:
+    """Candidates of different variants and tiles, drawn by chance; the search offers them for one large problem."""
+    large = problem(mask, dims, 4096, 4096)
+    by_kind: dict[object, Candidate] = {}
+    for candidate in space.candidates(large, Device.named("h200")):
+        if candidate.variant.backend == "hopper":
+            by_kind.setdefault((candidate.variant, candidate.config.block_m, candidate.config.block_n), candidate)
+    kinds = list(by_kind.values())
+    random.Random(f"{mask} {dims}").shuffle(kinds)
+    return kinds[:STRUCTURES]
+
+
+def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
+    """Heads and layout differ from one problem to the next."""
+    chance = random.Random(f"{mask} {dims} {seqlen_q}")
+    heads_q, heads_kv = chance.choice([(2, 2), (6, 2), (4, 1)])
+    return Problem(
+        batch=2,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        head_dim_qk=DIMS[dims][0],
+        head_dim_v=DIMS[dims][1],
+        dtype="float16" if mask in ("top left", "window") else "bfloat16",
+        layout=chance.choice(["bhsd", "bshd"]),
+        return_lse=True,
+        **MASKS[mask],
+    )
+
+
+@functools.cache
+def compiled() -> None:
+    """Compiles the kernels of all tests on all cores, so that each test finds them in Triton's cache."""
+    device = Device.current()
+    with CompilePool() as pool:
+        for mask in MASKS:
+            for dims in DIMS:
+                for lengths, candidate in itertools.product(LENGTHS, structures(mask, dims)):
+                    pool.submit(candidate, problem(mask, dims, *lengths), device)
+        for _ in pool.results():
+            pass
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_awkward_lengths(mask: str, dims: str) -> None:
+    """Whether or not the search would offer the tile for such lengths, its result is right, again and again the same, and the same
+    however many programs share the work."""
+    compiled()
+    device = Device.current()
+    for lengths in LENGTHS:
+        stated = problem(mask, dims, *lengths)
+        case = check.prepare(stated, "cuda", seed=zlib.crc32(stated.key.encode()))
+        for candidate in structures(mask, dims):
+            kernel = build(candidate, stated, device)
+            results = []
+            for num_sms in (device.num_sms, 3, 3):
+                few = replace(device, num_sms=num_sms)
+                bound = launch.prepare(kernel, stated, case.query, case.key, case.value, case.out, case.lse, few)
+                result = check.check(bound, case)
+                assert result.ok, f"{stated}: {candidate} on {num_sms} SMs: {result.message}"
+                results.append((case.out.clone(), case.lse.clone()))
+            for out, lse in results[1:]:
+                assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{stated}: {candidate}"
+
+
+@pytest.mark.parametrize("dims", ["64", "128", "256"])
+def test_stress(dims: str) -> None:
+    """Several scales, 0 among them, and 30 times the same bits, for every structure of a causal problem with a diagonal off the blocks."""
+    device = Device.current()
+    for candidate in structures("causal", dims):
+        stated = replace(problem("causal", dims, 1111, 1300), batch=1)
+        case = check.prepare(stated, "cuda", seed=1)
+        kernel = build(candidate, stated, device)
+        bound = launch.prepare(kernel, stated, case.query, case.key, case.value, case.out, case.lse, device)
+        result = check.stress(bound, stated, "cuda", seed=3, repeats=30)
+        assert result.ok, f"{candidate}: {result.message}"
