@@ -1,7 +1,7 @@
 """Every variant compiles for sm_90, and the defaults for sm_80 too, by the Triton that is installed. No GPU is needed.
 
 Prints the compiler's figures, so that a release of Triton that begins to spill shows in the log. A hopper kernel must not spill, nor
-may ptxas have any of its warnings about warpgroup products (C7510 to C7518): they make it several times slower.
+may ptxas have any of its warnings about warpgroup products (C7510 to C7518).
 """
 
 import functools
