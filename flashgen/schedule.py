@@ -138,9 +138,9 @@ def cut_once(problem: Problem, block_m: int, block_n: int) -> bool:
 
 
 def cuts(problem: Problem, block_m: int, block_n: int) -> int:
-    """How many of the blocks that a warpgroup walks the right side of the mask or the end of the keys cuts: 0 none, 1 the first one at
-    most, 2 perhaps more."""
-    if problem.band[1] is None and problem.seqlen_kv % block_n == 0:
+    """In which of the blocks that a warpgroup walks something is looked for that the right side of the mask or the end of the keys
+    cuts: 0 in none, 1 in the first one, 2 in several. The left side of a window has a loop of its own, but may reach the first block."""
+    if problem.band == (None, None) and problem.seqlen_kv % block_n == 0:
         return 0
     return 1 if cut_once(problem, block_m, block_n) else 2
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flashgen import resources
 from flashgen.build import binary, modules
 from flashgen.candidate import Candidate
 from flashgen.device import Device
@@ -14,7 +15,7 @@ from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
-from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cut_once, least_stages, skips, specialised_dims, tile_dim
+from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cuts, least_stages, skips, specialised_dims, tile_dim
 
 TENSORS = ("q", "k", "v", "out")
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
@@ -145,9 +146,9 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
             "BLOCK_D_V": dim_v,
             "WARPGROUPS": config.block_m // WARPGROUP_ROWS,
             "Q_STAGES": config.q_stages,
-            "CUTS": _cuts(problem, config.block_m, config.block_n),
+            "CUTS": cuts(problem, config.block_m, config.block_n),
             "SKIPS": int(skips(problem, config.block_m, config.block_n)),
-            "REGISTERS": 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160,
+            "REGISTERS": resources.consumer_registers(config),
         }
     return constants | {
         "HEAD_DIM_QK": problem.head_dim_qk,
@@ -156,14 +157,6 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
         "BLOCK_D_V": tile_dim(problem.head_dim_v),
         "HEAD_GROUP": config.head_group,
     }
-
-
-def _cuts(problem: Problem, block_m: int, block_n: int) -> int:
-    """Blocks of keys that a warpgroup of a hopper kernel looks for cuts in, besides those on the left of a window: none, the first
-    one that it walks, or more (2)."""
-    if problem.band == (None, None) and problem.seqlen_kv % block_n == 0:
-        return 0
-    return 1 if cut_once(problem, block_m, block_n) else 2
 
 
 def options_of(candidate: Candidate) -> dict[str, int]:

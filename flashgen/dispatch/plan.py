@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashgen import space
-from flashgen.build import Kernel, build
+from flashgen.build import Kernel, build, constants_of
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.dispatch.arguments import Call, converted
@@ -154,7 +154,8 @@ class Planner:
         problem = call.problem
         out, lse = call.new_outputs()
         wide = needs_wide_offsets((call.query, call.key, call.value, out))
-        identity = (choice.candidate, _kernel_fields(problem), device, wide)
+        constants = tuple(constants_of(choice.candidate, problem).items())
+        identity = (choice.candidate, _kernel_fields(problem), constants, device, wide)
         if identity not in self._kernels:
             self._kernels[identity] = build(choice.candidate, problem, device, wide_offsets=wide)
         return _plan(call, prepare(self._kernels[identity], problem, call.query, call.key, call.value, out, lse, device))
