@@ -24,9 +24,9 @@ class Variant:
     family, backend  which template: templates/<backend>/<family>.py.jinja.
     mask             full: every key; causal: a bound on the right of the diagonal only; window: bounds on both sides.
     load             how tiles of Q, K and V are read: pointer arithmetic, or TMA tensor descriptors made on the host.
-    order            in which order a warpgroup of a hopper kernel issues its two products. qk_first: the scores of a block, then the output of
-                     the block before it, which runs on beside the softmax; pv_first: the other way round, and waits for both, so that
-                     only other warpgroups fill its softmax. Empty for triton.
+    order            in which order a warpgroup of a hopper kernel issues its two products. qk_first: the scores of a block, then the output
+                     of the block before it, which runs on beside the softmax; pv_first: the other way round, and waits for both, so
+                     that only other warpgroups fill its softmax. Empty for triton.
     ping_pong        the warpgroups of a hopper kernel take turns in issuing products, so that one multiplies while another takes a softmax.
     lazy_rescale     the reference of a row's exponentials follows its maximum only where they would pass 2^8, and a warp skips the
                      multiplication of its accumulators where no reference moved. Pays where accumulators are many (head dim 256).

@@ -76,5 +76,5 @@ def tidy(text: str) -> str:
     text = re.sub(r"[ \t]+\n", "\n", text)
     text = re.sub(r"\n{2,}(?=[ \t])", "\n\n", text)
     text = re.sub(r"\n+(?=@triton\.jit|@gluon\.jit)", "\n\n\n", text)
-    text = re.sub(r"(?m)^(import .*\n)(?=#)", r"\1\n", text)
+    text = re.sub(r"(?m)^((?:import|from) .*\n)(?=#)", r"\1\n", text)
     return text.strip("\n") + "\n"

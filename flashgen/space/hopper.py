@@ -89,9 +89,10 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     if broken:
         yield from broken
         return
-    for name, given, needed in (("load", variant.load, "tma"), ("maxnreg", config.maxnreg, None)):
-        if given != needed:
-            yield name, f"is {given!r}, must be {needed!r}: hopper kernels have no such choice"
+    if variant.load != "tma":
+        yield "load", f"is {variant.load!r}, must be 'tma': hopper kernels have no such choice"
+    if config.maxnreg is not None:
+        yield "maxnreg", f"is {config.maxnreg}, must be None: hopper kernels have no such choice"
     for name, value, seqlen in (("block_m", config.block_m, problem.seqlen_q), ("block_n", config.block_n, problem.seqlen_kv)):
         if value > tile_rows(seqlen):
             yield name, f"is {value}, seqlen {seqlen} fills {tile_rows(seqlen)}"
