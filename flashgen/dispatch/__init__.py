@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from flashgen.device import Device
-from flashgen.dispatch.arguments import checked_call, checked_scale, refuse_keywords
+from flashgen.dispatch.arguments import checked_call, checked_scale, interpreted, refuse_keywords
 from flashgen.dispatch.choice import Choice, choices, choose, distance
 from flashgen.dispatch.explanation import Explanation, explained
 from flashgen.dispatch.plan import Planner
@@ -199,7 +199,8 @@ def explain(
         problem, device = call.problem, _planner_here().device(call.device)
     planner = _planner_here()
     winners = planner.winners() if database is None else database.winners()
-    return explained(problem, device, winners, negative_scale=negative_scale, failures=planner.failures(problem, device))
+    failures = planner.failures(problem, device)
+    return explained(problem, device, winners, negative_scale=negative_scale, portable=interpreted(), failures=failures)
 
 
 def reset() -> None:

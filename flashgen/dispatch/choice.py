@@ -45,10 +45,11 @@ def choose(
     winners: Iterable[Record],
     *,
     negative_scale: bool = False,
+    portable: bool = False,
     failures: Mapping[Candidate, str] | None = None,
 ) -> Choice:
     """The first of `choices`. Raises BuildError if each of them is among the failures."""
-    for choice in choices(problem, device, winners, negative_scale=negative_scale, failures=failures):
+    for choice in choices(problem, device, winners, negative_scale=negative_scale, portable=portable, failures=failures):
         return choice
     raise BuildError(f"every choice failed here: {'; '.join(dict.fromkeys((failures or {}).values()))}")
 
@@ -59,15 +60,16 @@ def choices(
     winners: Iterable[Record],
     *,
     negative_scale: bool = False,
+    portable: bool = False,
     failures: Mapping[Candidate, str] | None = None,
 ) -> Iterator[Choice]:
     """Choices for a problem that is not empty, best first, each candidate once.
 
     A candidate in failures is left out, and the reason said; failures may grow while this is iterated. With a negative scale each
-    candidate is taken in its scale_first form, the only one that is right then.
+    candidate is taken in its scale_first form, the only one that is right then. portable: only kernels that Triton's interpreter runs.
     """
     because: list[str] = []
-    for candidate, how, record, away in _sources(problem, device, winners, because):
+    for candidate, how, record, away in _sources(problem, device, winners, because, portable):
         if negative_scale:
             candidate = replace(candidate, variant=replace(candidate.variant, scale_first=True))
         if failures is None or candidate not in failures:
@@ -120,7 +122,7 @@ def expected_us(choice: Choice, problem: Problem, device: Device) -> float | Non
 
 
 def _sources(
-    problem: Problem, device: Device, winners: Iterable[Record], because: list[str]
+    problem: Problem, device: Device, winners: Iterable[Record], because: list[str], portable: bool
 ) -> Iterator[tuple[Candidate, str, Record | None, float | None]]:
     """(candidate, how, record, distance), best first, each candidate once; appends to because why a better source was not used."""
     given: set[Candidate] = set()
@@ -131,6 +133,9 @@ def _sources(
         assert record.candidate is not None
         candidate = space.adapt(record.candidate, problem, device)
         row = f"the winner of {record.problem} on {record.device.name}"
+        if portable and record.candidate.variant.backend != "triton":
+            because.append(f"{row} is {record.candidate}, which Triton's interpreter does not run")
+            continue
         if candidate is None:
             broken = space.violations(record.candidate, problem, device) if _is_own(record, problem, device) else []
             if record.candidate.variant.backend == "hopper" and not broken:
@@ -147,11 +152,12 @@ def _sources(
             yield candidate, "nearest" if doubts else "exact", record, away
     if not given:
         because.append(f"none of {len(known)} known winners is usable within distance {LIMIT:g}")
-    for candidate in _favourites(problem, device):
+    for candidate in _favourites(problem, device, portable):
         if candidate not in given:
             given.add(candidate)
             yield candidate, "predicted", None, None
-    for candidate in (space.default(problem, device), space.portable_default(problem, device)):
+    for default in (space.portable_default,) if portable else (space.default, space.portable_default):
+        candidate = default(problem, device)
         if candidate not in given:
             given.add(candidate)
             yield candidate, "default", None, None
@@ -178,19 +184,20 @@ def _is_own(record: Record, problem: Problem, device: Device) -> bool:
     return record.problem == problem and record.device.key == device.key
 
 
-def _favourites(problem: Problem, device: Device) -> list[Candidate]:
+def _favourites(problem: Problem, device: Device, portable: bool) -> list[Candidate]:
     """The model's best candidates, as they are legal for this problem."""
-    fits = (space.adapt(candidate, problem, device) for candidate in _ranked(_rounded(problem), device))
+    fits = (space.adapt(candidate, problem, device) for candidate in _ranked(_rounded(problem), device, portable))
     return [candidate for candidate in fits if candidate is not None]
 
 
 @functools.lru_cache(maxsize=256)
-def _ranked(problem: Problem, device: Device) -> tuple[Candidate, ...]:
+def _ranked(problem: Problem, device: Device, portable: bool) -> tuple[Candidate, ...]:
     ranked = heapq.nsmallest(
         _PREDICTED,
         (
             (cost.estimate(candidate, problem, device).time_s, place, candidate)
             for place, candidate in enumerate(space.candidates(problem, device))
+            if not portable or candidate.variant.backend == "triton"
         ),
     )
     return tuple(candidate for _, _, candidate in ranked)

@@ -139,13 +139,14 @@ def explained(
     winners: Iterable[Record],
     *,
     negative_scale: bool = False,
+    portable: bool = False,
     failures: Mapping[Candidate, str] | None = None,
 ) -> Explanation:
     """The explanation of what is chosen from these winners. Raises UnsupportedError where flashgen has no kernel."""
     space.require_supported(problem, device)
     if problem.is_empty or problem.seqlen_kv == 0:
         return Explanation(problem=problem, device=device, choice=None, estimate=None, expected_us=None)
-    choice = choose(problem, device, winners, negative_scale=negative_scale, failures=failures)
+    choice = choose(problem, device, winners, negative_scale=negative_scale, portable=portable, failures=failures)
     return Explanation(
         problem=problem,
         device=device,

@@ -14,7 +14,7 @@ from flashgen import space
 from flashgen.build import Kernel, build, constants_of
 from flashgen.candidate import Candidate
 from flashgen.device import Device
-from flashgen.dispatch.arguments import Call, converted
+from flashgen.dispatch.arguments import Call, converted, interpreted
 from flashgen.dispatch.choice import Choice, choices
 from flashgen.errors import BuildError, DatabaseError, LaunchError
 from flashgen.launch import needs_wide_offsets, prepare
@@ -133,8 +133,8 @@ class Planner:
             return plan, plan(call.query, call.key, call.value, scale)
         failures = self.failures(problem, device)
         first_error: BuildError | LaunchError | None = None
-        negative = scale is not None and scale < 0
-        for choice in choices(problem, device, self.winners(), negative_scale=negative, failures=failures):
+        negative, portable = scale is not None and scale < 0, interpreted()
+        for choice in choices(problem, device, self.winners(), negative_scale=negative, portable=portable, failures=failures):
             try:
                 plan = self._launching(call, device, choice)
                 result = plan(call.query, call.key, call.value, scale)

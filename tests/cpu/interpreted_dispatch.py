@@ -97,7 +97,7 @@ compare(*inputs(1, 2, 1, 5, 0, 16))
 query, key, value = inputs(1, 2, 1, 50, 70, 32)
 problem = dispatch.explain(query, key, value, causal=True, return_lse=True).problem
 device = dispatch.explain(query, key, value).device
-legal = space.candidates(problem, device)
+legal = [candidate for candidate in space.candidates(problem, device) if candidate.variant.backend == "triton"]
 database = flashgen.Database.open()
 by_variant = {}
 for candidate in legal:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import triton  # noqa: F401  before a test says TRITON_INTERPRET, which would change what Triton is for all tests after it
 from torch import Tensor
 
 import flashgen
@@ -717,6 +718,26 @@ def test_the_default_comes_last() -> None:
 def test_a_negative_scale_changes_every_choice() -> None:
     for choice in dispatch.choices(PROBLEM, H200, [winner()], negative_scale=True):
         assert choice.candidate.variant.scale_first
+
+
+def test_the_interpreter_is_offered_portable_kernels_alone() -> None:
+    """It runs no Gluon: a winner that is written in it is said to be left out."""
+    row = winner()
+    hopper = winner(candidate=space.default(PROBLEM, H200), median_us=50.0)
+    assert hopper.candidate is not None and hopper.candidate.variant.backend == "hopper"
+    each = list(dispatch.choices(PROBLEM, H200, [hopper, row], portable=True))
+    assert {choice.candidate.variant.backend for choice in each} == {"triton"}
+    assert (each[0].how, each[0].candidate, each[1].how) == ("exact", row.candidate, "predicted")
+    assert any("which Triton's interpreter does not run" in sentence for sentence in each[0].because)
+
+
+def test_a_call_in_the_interpreter_tries_no_hopper_kernel(kernels: Kernels, caplog: pytest.LogCaptureFixture) -> None:
+    given = tensors(batch=1, seqlen_q=64, seqlen_kv=64, head_dim=64, head_dim_v=64)
+    with caplog.at_level(logging.WARNING, "flashgen"):
+        close(flashgen.attention(*given), expected(*given)[0])
+    assert [candidate.variant.backend for candidate, _, _ in kernels.builds] == ["triton"]
+    assert dispatch.explain(*given).candidate == kernels.builds[0][0]
+    assert not any("next choice" in record.message for record in caplog.records)
 
 
 @pytest.mark.parametrize("error", [BuildError("ptxas: too many registers"), LaunchError("kernel image is invalid for this driver")])
