@@ -183,7 +183,7 @@ def pick(problem: Problem) -> Candidate:
 
 
 def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:
-    """A candidate with the structure that the problem requires, made to fit: one buffer of Q, fewer registers, smaller tiles, as needed."""
+    """A candidate with the structure that the problem requires, made to fit: as many buffers of Q as there may be, smaller tiles as needed."""
     variant, config = candidate.variant, candidate.config
     if any(misfits(problem, device)):
         return None
@@ -192,7 +192,7 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     for rows, keys, q_stages in itertools.product(
         [rows for rows in (block_m, 128, 64) if rows <= block_m],
         [keys for keys in (block_n, 64) if keys <= block_n],
-        range(config.q_stages, 0, -1),
+        (2, 1),  # as many as are of use and fit: never a choice
     ):
         ordered = is_ordered(problem, device, rows)
         shrunk = Candidate(

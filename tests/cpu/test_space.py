@@ -264,7 +264,9 @@ def test_variants_are_those_of_the_candidates():
     found = space.variants(problem(), H200)
     portable = [each for each in found if each.backend == "triton"]
     assert len(portable) == 8  # two loads, masked blocks apart or not, two orders
-    assert len(found) - len(portable) == 8  # two orders of the products, in turns or not, lazy or not
+    assert len(found) - len(portable) == 4  # two orders of the products, in turns or not
+    wide = [each for each in space.variants(problem(head_dim_qk=256, head_dim_v=256), H200) if each.backend == "hopper"]
+    assert len(wide) == 8  # and lazy or not
     assert len(found) == len(set(found))
     assert {each.variant for each in space.candidates(problem(), H200)} == set(found)
 
@@ -362,9 +364,9 @@ LARGE = dict(batch=2, heads_q=16, heads_kv=16, seqlen_q=8192, seqlen_kv=8192)
 @pytest.mark.parametrize(
     ("dim", "expected"),
     [
-        (64, dict(order="pv_first", block_m=192, num_stages=3)),
-        (128, dict(order="qk_first")),
-        (256, dict(order="pv_first", lazy_rescale=True, block_n=64, q_stages=1)),
+        (64, dict(block_m=192, num_stages=3)),
+        (128, dict()),
+        (256, dict(lazy_rescale=True, block_n=64, q_stages=1)),
     ],
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
