@@ -1,7 +1,7 @@
 """Bench: kernels to times, under one policy for candidates, incumbents and peers alike.
 
-Cold L2 before every call, CUDA events, launch cost hidden, a GPU warmed up to its steady state, rounds interleaved in rotating
-order, medians corrected for drift by the reference that ran in the same rounds. `POLICY` says so in a sentence for reports.
+Cold L2 before every call, CUDA events, launch cost hidden, a GPU warmed up to its steady state, rounds interleaved in an order
+that chance changes, medians corrected for drift by the reference that ran in the same rounds. `POLICY` says so in a sentence for reports.
 """
 
 from flashgen.bench.comparison import Call, Gpu, Policy, Times, best, compare, warm_up

@@ -1,6 +1,7 @@
 """How kernels are compared: pure policy over anything that can time calls, so that it can be tested with made-up times."""
 
 import math
+import random
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +91,7 @@ def compare(
     reference_us: float | None = None,
     policy: Policy = DEFAULT,
 ) -> dict[str, Times]:
-    """Times of calls that are measured in turn, round by round, in rotating order.
+    """Times of calls that are measured in turn, round by round, in an order that chance changes each time.
 
     reference names the call that the others are dropped against; None takes the fastest. With reference_us, what the reference is
     known to take, all results are scaled so that it takes just that: times then compare across comparisons, whatever the clocks
@@ -101,7 +102,7 @@ def compare(
     live = names
     began, turn, rounds = gpu.clock(), 0, FIRST_ROUNDS
     while names:
-        order = [name for number in range(turn, turn + rounds) for name in _rotated(live, number)]
+        order = [name for number in range(turn, turn + rounds) for name in _shuffled(live, number)]
         for name, time_us in zip(order, gpu.measure([calls[name] for name in order])):
             samples[name].append(time_us)
         turn += rounds
@@ -152,9 +153,11 @@ def _is_steady(rates: Sequence[float]) -> bool:
     return len(rates) >= 8 and statistics.fmean(rates[-4:]) >= 0.995 * statistics.fmean(rates[-8:-4])
 
 
-def _rotated(names: Sequence[str], turn: int) -> list[str]:
-    start = turn % len(names) if names else 0
-    return [*names[start:], *names[:start]]
+def _shuffled(names: Sequence[str], turn: int) -> list[str]:
+    """The order of a round, the same in every run. In a mere rotation a call would always follow the same other one, and a GPU at its
+    power limit clocks higher after a light kernel: between 30 ms of FlashAttention-2 and 30 ms of FlashAttention-4 as the neighbour
+    lay 5 to 11 % (H200, d 128 and 256, N 8192 and 16384, 2026-11-30)."""
+    return random.Random(turn).sample(names, len(names))
 
 
 def _times(samples: Sequence[float], factor: float = 1.0, *, dropped: bool = False) -> Times:

@@ -16,7 +16,7 @@ cuda: Any = torch.cuda  # its events and sleeping kernel carry no types
 
 POLICY = (
     "Each call alone between two CUDA events, L2 cold (three times its size is written before every call), launch cost hidden; "
-    "the GPU warmed up to its steady state; calls interleaved in rotating order; medians, corrected for drift by the reference."
+    "the GPU warmed up to its steady state; calls interleaved in changing order; medians, corrected for drift by the reference."
 )
 FLUSH_FACTOR = 3
 QUEUE = 32  # calls queued at a time: with flush and events some hundred operations, which the driver takes without blocking

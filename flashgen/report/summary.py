@@ -1,7 +1,7 @@
 """What the rows of one problem on one device come to: the numbers under every report."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 
@@ -115,10 +115,15 @@ def time_us(record: Record) -> float:
 
 
 def label(candidate: Candidate) -> str:
-    """What tells a candidate from the others of its problem: 128x64 warps 8 stages 3, tma, masked apart."""
-    variant = candidate.variant
-    flags = [name.replace("_", " ") for name in ("masked_apart", "longest_first", "scale_first") if getattr(variant, name)]
-    return ", ".join([str(candidate.config), variant.load, *flags])
+    """What tells a candidate from the others of its problem: 128x64 warps 8 stages 3, tma, masked apart. Hopper kernels have no choice
+    of these two."""
+    variant, config = candidate.variant, candidate.config
+    if variant.backend == "hopper":
+        structure, names = ["hopper", variant.order.replace("_", " ")], ("ping_pong", "lazy_rescale", "scale_first")
+        config = replace(config, persistent=False)
+    else:
+        structure, names = [variant.load], ("masked_apart", "longest_first", "scale_first")
+    return ", ".join([str(config), *structure, *(name.replace("_", " ") for name in names if getattr(variant, name))])
 
 
 def describe(record: Record) -> str:
