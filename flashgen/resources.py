@@ -14,6 +14,9 @@ _PIPELINE = 18  # more, with more than one stage or a mask
 _MASK = 6  # more, with a mask
 _POINTER = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
 _BESIDE_HOPPER = 25  # of a consumer of a hopper kernel, at least
+# More, with a window, whose three loops keep more bounds at hand: 192 x 128 at head dim 64 spills 128 to 264 bytes, 10 to 40 loads and
+# stores of them between two products, while 128 x 128 spills 16 at most, outside its loops (sm_90a, Triton 3.6 and 3.9).
+_WINDOW_HOPPER = 12
 _SPARE_HOPPER = 10  # more, that it takes if there are any
 _MASK_HOPPER = 20  # and with a mask
 
@@ -80,8 +83,8 @@ def consumer_registers(config: Config) -> int:
 def wanted_by_consumer(candidate: Candidate, problem: Problem) -> int:
     """Registers that a consumer's thread of a hopper kernel needs, for its accumulators, scores and weights. With more than it has, ptxas
     puts a wait behind every product (C7512), and spills."""
-    block_n = candidate.config.block_n
-    return specialised_dims(problem)[1] // 2 + block_n // 2 + block_n // 4 + _BESIDE_HOPPER
+    block_n, window = candidate.config.block_n, candidate.variant.mask == "window"
+    return specialised_dims(problem)[1] // 2 + block_n // 2 + block_n // 4 + _BESIDE_HOPPER + (_WINDOW_HOPPER if window else 0)
 
 
 def register_limit(candidate: Candidate, device: Device) -> int:

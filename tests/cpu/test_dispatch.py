@@ -5,6 +5,7 @@ tensors can be seen without compiling. test_in_the_interpreter runs real ones.
 """
 
 import dataclasses
+import importlib
 import json
 import logging
 import math
@@ -19,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-import triton  # noqa: F401  before a test says TRITON_INTERPRET, which would change what Triton is for all tests after it
 from torch import Tensor
 
 import flashgen
@@ -110,6 +110,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> plan.Planner:
     planner = plan.Planner()
     monkeypatch.setattr(dispatch, "_planner", planner)
     monkeypatch.setattr(dispatch, "_plans", planner.plans)
+    importlib.import_module("triton")  # first, or it would be an interpreter for all tests of this process
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FLASHGEN_DATABASE", ":memory:")
     return planner

@@ -15,11 +15,19 @@ from flashgen.render import environment, render, templates_dir, tidy
 
 GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 FLAGS = ("masked_apart", "longest_first", "padded", "scale_first", "store_lse")
-VARIANTS = [
+PORTABLE = [
     Variant(mask=mask, load=load, **dict(zip(FLAGS, flags, strict=True)))
     for mask, load in itertools.product(CHOICES["mask"], CHOICES["load"])
     for flags in itertools.product((False, True), repeat=len(FLAGS))
 ]
+SPECIALISED = [
+    Variant(
+        backend="hopper", load="tma", mask=mask, order=order, **dict(zip(("ping_pong", "lazy_rescale", *FLAGS[1:]), flags, strict=True))
+    )
+    for mask, order in itertools.product(CHOICES["mask"], ("qk_first", "pv_first"))
+    for flags in itertools.product((False, True), repeat=len(FLAGS) + 1)
+]
+VARIANTS = PORTABLE + SPECIALISED
 
 
 def kernel_templates() -> list[Path]:
@@ -47,8 +55,14 @@ def test_every_variant_is_clean(tmp_path: Path) -> None:
 
 
 def test_golden(pytestconfig: pytest.Config) -> None:
-    """Two modules, read in review like source. After a change that is meant: pytest tests/cpu/test_render.py --update-golden."""
-    variants = [Variant(), Variant(mask="window", load="tma", longest_first=True, store_lse=True)]
+    """Modules of each family, read in review like source. After a change that is meant: pytest tests/cpu/test_render.py --update-golden."""
+    hopper = dict(backend="hopper", load="tma", order="qk_first")
+    variants = [
+        Variant(),
+        Variant(mask="window", load="tma", longest_first=True, store_lse=True),
+        Variant(**hopper),
+        Variant(**hopper, mask="causal", ping_pong=True, lazy_rescale=True, longest_first=True, store_lse=True),
+    ]
     if pytestconfig.getoption("--update-golden"):
         for variant in variants:
             (GOLDEN / f"{variant.name}.py").write_text(render(variant).text)
@@ -57,14 +71,15 @@ def test_golden(pytestconfig: pytest.Config) -> None:
         assert render(variant).text == (GOLDEN / f"{variant.name}.py").read_text()
 
 
-def test_header_says_how_to_make_it_again() -> None:
-    variant = Variant(mask="causal", store_lse=True)
-    head = render(variant).text[:400]
-    assert f"flashgen generate --variant {variant.name}" in head
+@pytest.mark.parametrize("variant", [Variant(mask="causal", store_lse=True), SPECIALISED[-1]], ids=lambda variant: variant.name)
+def test_header_says_how_to_make_it_again(variant: Variant) -> None:
+    lines = [line.removeprefix("#").strip() for line in render(variant).text.splitlines() if line.startswith("#")]
+    commands = " ".join(lines).replace("\\ ", "")
+    assert f"--variant {variant.name} " in commands.partition("Again:   flashgen generate ")[2].partition("q (batch")[0]
     assert Variant.named(variant.name) == variant
 
 
-@pytest.mark.parametrize("variant", VARIANTS[::7], ids=lambda variant: variant.name)
+@pytest.mark.parametrize("variant", VARIANTS[::13], ids=lambda variant: variant.name)
 def test_name_and_variant_are_one(variant: Variant) -> None:
     assert Variant.named(variant.name) == variant
 
@@ -93,7 +108,7 @@ def test_text_has_no_date_hash_or_version() -> None:
     """The same variant gives the same bytes on any day and release."""
     import flashgen
 
-    for variant in VARIANTS[::11]:
+    for variant in VARIANTS[::29]:
         text = render(variant).text
         assert flashgen.__version__ not in text
         assert "20" not in [word[:2] for word in text.split() if len(word) == 10 and word[4:5] == "-"]

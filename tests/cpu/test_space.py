@@ -465,10 +465,20 @@ def test_hopper_adds_a_few_hundred_candidates():
         assert 4 <= sum(each.variant.backend == "hopper" for each in found) <= 400
 
 
+def test_windows_need_registers_of_their_own():
+    """With three loops 192 x 128 spills between its products at head dim 64, 128 x 128 does not."""
+    narrow = problem(**LARGE, head_dim_qk=64, head_dim_v=64, window=(256, None))
+    assert space.default(narrow, H200) == specialised(mask="window", num_stages=3)
+    broken = space.violations(specialised(mask="window", block_m=192), narrow, H200)
+    assert broken == ["registers: a consumer's thread needs about 165, it has 160"]
+    unbounded = dataclasses.replace(narrow, window=(None, None))
+    assert space.violations(specialised(block_m=192), unbounded, H200) == []
+
+
 def test_a_hopper_winner_is_made_to_fit():
     narrow = specialised(block_m=192, num_stages=3, order="pv_first")
     wide = space.adapt(narrow, problem(**LARGE), H200)
-    assert (wide.config.block_m, wide.config.block_n, wide.config.num_stages) == (192, 64, 3)
+    assert (wide.config.block_m, wide.config.block_n, wide.config.num_stages) == (128, 128, 2)
     wider = space.adapt(narrow, problem(**LARGE, head_dim_qk=256, head_dim_v=256), H200)
     assert (wider.config.block_m, wider.config.block_n, wider.config.num_stages, wider.config.q_stages) == (128, 64, 2, 1)
     short = space.adapt(narrow, problem(seqlen_q=100, seqlen_kv=60), H200)
