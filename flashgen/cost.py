@@ -104,6 +104,7 @@ def estimate(
 
     The candidate need not be legal, but its tiles must be powers of two, or rows of whole warpgroups in a hopper kernel. About 0.1 ms.
     """
+    problem.require_forward("the cost model")
     fitted, variant, config = calibration, candidate.variant, candidate.config
     heads = problem.batch * problem.heads_q
     bound_s = theory.bound_s(problem, device)

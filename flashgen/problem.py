@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from flashgen import canonical
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, UnsupportedError
 
-DIRECTIONS = ("forward",)
+DIRECTIONS = ("forward", "backward")
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes an element
 MASKS = ("full", "causal", "causal_top_left")
 LAYOUTS = ("bhsd", "bshd")
@@ -17,17 +17,21 @@ LAYOUTS = ("bhsd", "bshd")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention call: softmax(scale * Q K^T + mask) V for every batch item and query head.
+    """One attention call: softmax(scale * Q K^T + mask) V for every batch item and query head, or the gradients of it.
 
     Query head h reads key/value head h // (heads_q // heads_kv). The softmax scale is a run-time argument of the kernel,
     not part of the problem.
 
+    direction   forward: q, k, v become out. backward: q, k, v, out, its log-sum-exp and dout become dq, dk, dv, which have the
+                shapes of q, k, v; dk and dv are sums over the query heads that share a key/value head.
     mask        full, causal (bottom-right: the last query sees the last key; FlashAttention's convention) or
                 causal_top_left (the first query sees the first key only; SDPA's convention).
     window      (left, right): how many keys a query sees before and after its diagonal; None or -1 is unbounded. The
                 diagonal is the mask's: bottom-right, or top-left for causal_top_left. Causal masks clamp right to 0.
     layout      order of the tensors' dimensions: bhsd is (batch, heads, seqlen, head_dim), bshd (batch, seqlen, heads, ...).
-    return_lse  the kernel also stores the natural logarithm of each row's sum of exponentials, float32.
+    return_lse  the kernel also stores the natural logarithm of each row's sum of exponentials, float32; backward: that has a
+                gradient too, dlse, float32.
+    deterministic  backward only: the same inputs give the same bits every time.
     aligned_16  every base address and stride (but the last, which is 1) is a multiple of 16 bytes, as TMA needs.
 
     Spellings of one and the same mask (a causal mask that hides nothing, a window wider than the sequence, a full mask with
@@ -48,6 +52,7 @@ class Problem:
     direction: str = "forward"
     return_lse: bool = False
     aligned_16: bool = True
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -63,9 +68,11 @@ class Problem:
         for name, allowed in (("dtype", DTYPES), ("mask", MASKS), ("layout", LAYOUTS), ("direction", DIRECTIONS)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        for name in ("return_lse", "aligned_16"):
+        for name in ("return_lse", "aligned_16", "deterministic"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        if self.deterministic and self.direction == "forward":
+            raise ArgumentError("deterministic is True and direction is 'forward'; every forward kernel is, so it must be False")
         if self.heads_q % self.heads_kv:
             raise ArgumentError(f"heads_q is {self.heads_q}, which is not a multiple of heads_kv, {self.heads_kv}")
         left, right = self._checked_window()
@@ -125,18 +132,27 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of the two matrix products over the visible pairs: 2 (head_dim_qk + head_dim_v) a pair."""
-        return 2 * self.batch * self.heads_q * self.visible_pairs * (self.head_dim_qk + self.head_dim_v)
+        """Floating-point operations of the matrix products over the visible pairs.
+
+        Forward has two, 2 (head_dim_qk + head_dim_v) a pair; backward has five, scores anew among them, 2 (3 head_dim_qk + 2 head_dim_v).
+        """
+        qk, v = (1, 1) if self.direction == "forward" else (3, 2)
+        return 2 * self.batch * self.heads_q * self.visible_pairs * (qk * self.head_dim_qk + v * self.head_dim_v)
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of q, k, v and out."""
+        """Bytes of one element of q, k, v and out, and of their gradients."""
         return DTYPES[self.dtype]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is stored: no batch item or no query."""
-        return self.batch == 0 or self.seqlen_q == 0
+        """Nothing is stored: no batch item or no query (backward: no query and no key, for dk and dv of keys without a query are 0)."""
+        return self.batch == 0 or (self.seqlen_q == 0 and (self.direction == "forward" or self.seqlen_kv == 0))
+
+    def require_forward(self, what: str) -> None:
+        """Raise UnsupportedError naming direction where this is a backward problem, which `what` cannot answer yet."""
+        if self.direction != "forward":
+            raise UnsupportedError(f"direction is {self.direction!r}; {what} takes forward problems only")
 
     def __str__(self) -> str:
         words = [
@@ -153,9 +169,11 @@ class Problem:
         if self.layout != "bhsd":
             words.append(self.layout)
         if self.return_lse:
-            words.append("with LSE")
+            words.append("with LSE" if self.direction == "forward" else "with dlse")
         if not self.aligned_16:
             words.append("unaligned")
+        if self.deterministic:
+            words.append("deterministic")
         return ", ".join(words)
 
     @classmethod

@@ -85,7 +85,10 @@ def layer(seqlen: int, head_dim: int, heads: int, device: Device, sram_bytes: fl
 
 
 def compulsory_read_bytes(problem: Problem) -> int:
-    """Bytes that every kernel must read: queries that see a key, and keys and values that some query sees, once."""
+    """Bytes that every kernel must read: queries that see a key, and keys and values that some query sees, once.
+
+    Backward reads out, dout, the log-sum-exp and dlse of those queries, too.
+    """
     low, high = problem.band
     seqlen_q, seqlen_kv = problem.seqlen_q, problem.seqlen_kv
     # Query i sees keys i + low .. i + high, so both the queries with a key and the keys with a query are one range.
@@ -95,13 +98,20 @@ def compulsory_read_bytes(problem: Problem) -> int:
     last_key = seqlen_kv - 1 if high is None else min(seqlen_kv - 1, seqlen_q - 1 + high)
     if problem.visible_pairs == 0:
         return 0
-    queries = problem.heads_q * (last_query - first_query + 1) * problem.head_dim_qk
-    keys_and_values = problem.heads_kv * (last_key - first_key + 1) * (problem.head_dim_qk + problem.head_dim_v)
-    return problem.batch * (queries + keys_and_values) * problem.itemsize
+    row_bytes = problem.head_dim_qk * problem.itemsize
+    if problem.direction == "backward":
+        row_bytes += 2 * problem.head_dim_v * problem.itemsize + (8 if problem.return_lse else 4)
+    queries = problem.heads_q * (last_query - first_query + 1) * row_bytes
+    keys_and_values = problem.heads_kv * (last_key - first_key + 1) * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
+    return problem.batch * (queries + keys_and_values)
 
 
 def compulsory_write_bytes(problem: Problem) -> int:
-    """Bytes that every kernel must write: the output, and 4 a row for the log-sum-exp where it is asked for."""
+    """Bytes that every kernel must write: the output, and 4 a row for the log-sum-exp where it is asked for; backward: dq, dk and dv."""
+    if problem.direction == "backward":
+        queries = problem.heads_q * problem.seqlen_q * problem.head_dim_qk
+        keys_and_values = problem.heads_kv * problem.seqlen_kv * (problem.head_dim_qk + problem.head_dim_v)
+        return problem.batch * (queries + keys_and_values) * problem.itemsize
     lse_bytes = 4 if problem.return_lse else 0
     return problem.batch * problem.heads_q * problem.seqlen_q * (problem.head_dim_v * problem.itemsize + lse_bytes)
 

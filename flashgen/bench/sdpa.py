@@ -30,6 +30,7 @@ def peers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: fl
     Each has run once. A window has no peer, nor has a causal mask where the lengths differ: SDPA's backends do not agree on the
     diagonal there. LSE is not among what they return.
     """
+    problem.require_forward("the bench")
     if problem.window != (None, None) or (problem.mask != "full" and problem.seqlen_q != problem.seqlen_kv):
         return {}
     scores_bytes = 4 * problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_kv

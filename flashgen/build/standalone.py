@@ -61,6 +61,7 @@ def export(candidate: Candidate, problem: Problem, device: Device, out_dir: str 
     unknown = [kind for kind in emit if kind not in EMIT]
     if unknown:
         raise ArgumentError(f"emit is {unknown[0]!r}; it must be among {', '.join(EMIT)}")
+    problem.require_forward("export")
     kernel = build(candidate, problem, device)
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -143,6 +143,7 @@ def explained(
     failures: Mapping[Candidate, str] | None = None,
 ) -> Explanation:
     """The explanation of what is chosen from these winners. Raises UnsupportedError where flashgen has no kernel."""
+    problem.require_forward("explain")
     space.require_supported(problem, device)
     if problem.is_empty or problem.seqlen_kv == 0:
         return Explanation(problem=problem, device=device, choice=None, estimate=None, expected_us=None)

@@ -115,6 +115,8 @@ def test_records_filters(database: Database) -> None:
         {"window": (128, None)},
         {"layout": "bshd"},
         {"aligned_16": False},
+        {"direction": "backward"},
+        {"direction": "backward", "deterministic": True},
     ],
     ids=lambda change: "-".join(map(str, next(iter(change.items())))),
 )

@@ -1,6 +1,7 @@
 """The closed forms give the published figures, and the bound is below every truth."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -101,12 +102,29 @@ def test_compulsory_reads_are_what_visible_pairs_need(problem):
     queries, keys = {i for i, _ in pairs}, {j for _, j in pairs}
     rows_q, rows_kv = len(queries) * problem.heads_q, len(keys) * problem.heads_kv
     assert theory.compulsory_read_bytes(problem) == problem.batch * 2 * (8 * rows_q + (8 + 16) * rows_kv)
+    backward = replace(problem, direction="backward")
+    row_bytes = {False: 2 * (8 + 16 + 16) + 4, True: 2 * (8 + 16 + 16) + 4 + 4}  # q, out, dout, lse; and dlse
+    for with_dlse, each in row_bytes.items():
+        wanted = problem.batch * (each * rows_q + 2 * (8 + 16) * rows_kv)
+        assert theory.compulsory_read_bytes(replace(backward, return_lse=with_dlse)) == wanted
 
 
 def test_compulsory_writes_are_the_output_and_the_lse():
     assert theory.compulsory_write_bytes(problem()) == 2 * 4 * 256 * 64 * 2
     assert theory.compulsory_write_bytes(problem(return_lse=True)) == 2 * 4 * 256 * (64 * 2 + 4)
     assert theory.compulsory_bytes(problem()) == (4 + 2 + 2 + 4) * 2 * 256 * 64 * 2  # q, k, v, out
+
+
+def test_backward_writes_three_gradients():
+    backward = problem(direction="backward", seqlen_kv=128, head_dim_v=32)
+    assert theory.compulsory_write_bytes(backward) == 2 * 2 * (4 * 256 * 64 + 2 * 128 * (64 + 32))
+    assert theory.compulsory_write_bytes(replace(backward, return_lse=True)) == theory.compulsory_write_bytes(backward)
+
+
+def test_backward_has_five_products():
+    long = problem(direction="backward", seqlen_q=8192, seqlen_kv=8192)
+    assert theory.bound_s(long, H100) == pytest.approx(2.5 * theory.bound_s(replace(long, direction="forward"), H100))
+    assert theory.bound_s(problem(direction="backward", seqlen_kv=0), H100) == 0
 
 
 def test_bound_takes_the_highest_clock_and_no_writes():
