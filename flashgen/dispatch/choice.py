@@ -138,8 +138,8 @@ def _sources(
             continue
         if candidate is None:
             broken = space.violations(record.candidate, problem, device) if _is_own(record, problem, device) else []
-            if record.candidate.variant.backend == "hopper" and not broken:
-                broken = [reason] if (reason := space.without_hopper(problem, device)) else []
+            if record.candidate.variant.backend == "hopper" and not broken and space.without_hopper(problem, device):
+                continue  # an Explanation says so once, for all of them
             because.append(f"{row} is not legal here: {'; '.join(broken) or 'no form of its candidate is'}")
             continue
         if _is_own(record, problem, device):

@@ -596,11 +596,26 @@ def test_standalone_files_compute_without_flashgen(standalone, tmp_path):
     subprocess.run([sys.executable, "-c", blocked, *arguments], check=True, cwd=tmp_path, env=environment)
 
 
-def test_standalone_files_are_tidy(standalone):
+def test_standalone_files_are_tidy(standalone, tmp_path):
+    """Also that of the hopper variant with the longest name."""
+    variant = Variant(
+        backend="hopper",
+        mask="window",
+        load="tma",
+        order="qk_first",
+        ping_pong=True,
+        lazy_rescale=True,
+        longest_first=True,
+        padded=True,
+        scale_first=True,
+        store_lse=True,
+    )
+    problem = dataclasses.replace(PROBLEM, window=(128, None), head_dim_v=72, return_lse=True)
+    hopper = export(hopper_candidate(variant, block_m=128, num_warps=8, num_stages=2), problem, H200, tmp_path)
     ruff = shutil.which("ruff") or Path(sys.executable).with_name("ruff")
     if not Path(ruff).exists():
         pytest.skip("ruff is not installed")
-    files = [str(path) for path in standalone.values()]
+    files = [str(path) for path in (*standalone.values(), *hopper)]
     config = ["--config", str(ROOT / "pyproject.toml")]
     checked = subprocess.run([ruff, "check", *config, *files], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
