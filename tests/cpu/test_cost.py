@@ -2,8 +2,11 @@
 
 import dataclasses
 import itertools
+import json
 import math
+import statistics
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,6 +17,7 @@ from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
+from flashgen.report.summary import rank_correlation
 
 H200, A100 = Device.named("h200"), Device.named("a100")
 
@@ -371,29 +375,53 @@ def specialised(mask="full", order="qk_first", ping_pong=True, lazy_rescale=Fals
 FASTEST = {
     64: dict(order="pv_first", block_m=192, num_stages=3),
     128: dict(order="qk_first"),
-    256: dict(order="pv_first", block_n=64, q_stages=1),
+    256: dict(order="qk_first", lazy_rescale=True, block_n=64, q_stages=1),
 }
 
 
-# TFLOP/s of probes of the same structure (H200, bf16, 16k tokens, 2026-11-29).
-@pytest.mark.parametrize(
-    ("head_dim", "mask", "seqlen", "measured"),
-    [
-        (128, "full", 8192, 682),
-        (128, "causal", 8192, 673),
-        (128, "causal", 2048, 545),
-        (64, "full", 8192, 559),
-        (64, "causal", 8192, 527),
-        (64, "causal", 2048, 444),
-        (256, "full", 8192, 694),
-        (256, "causal", 8192, 698),
-        (256, "full", 2048, 600),
-        (256, "causal", 2048, 537),
-    ],
-)
-def test_hopper_kernels_come_out_near_their_measured_speed(head_dim, mask, seqlen, measured):
-    problem = cell(head_dim, mask, seqlen)
-    assert tflops(cost.estimate(specialised(mask, **FASTEST[head_dim]), problem, H200), problem) == pytest.approx(measured, rel=0.1)
+def searched():
+    """Problems with the microseconds of each candidate that a search tried on an H200 (Triton 3.6, 2026-11-30), of both backends."""
+    lines = (Path(__file__).resolve().parent.parent / "measured" / "nvidia_h200_searched.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [
+        (Problem.from_dict(row["problem"]), {Candidate.from_dict(fields): time_us for fields, time_us in row["measured"]}) for row in rows
+    ]
+
+
+def test_hopper_kernels_come_out_near_their_measured_time():
+    """From run to run, and so from problem to problem, the same kernels moved by up to 15 %."""
+    errors = [
+        abs(cost.estimate(each, problem, H200).time_s * 1e6 / time_us - 1)
+        for problem, times in searched()
+        for each, time_us in times.items()
+        if each.variant.backend == "hopper"
+    ]
+    assert len(errors) > 250
+    assert statistics.median(errors) < 0.05
+    assert statistics.quantiles(errors, n=10)[-1] < 0.15
+
+
+def test_candidates_that_a_search_tried_are_ranked():
+    """These are no random sample: the model chose most of them, so many are all but equal, and chance alone orders those."""
+    correlations, ranks = [], []
+    for problem, times in searched():
+        predicted = {each: cost.estimate(each, problem, H200).time_s for each in times}
+        correlations.append(rank_correlation([predicted[each] for each in times], list(times.values())))
+        best = min(times, key=times.__getitem__)
+        ranks.append(sum(time_s < predicted[best] for time_s in predicted.values()))
+        first = sorted(times, key=predicted.__getitem__)[:3]
+        assert min(times[each] for each in first) < 1.01 * times[best]
+        assert all(each.variant.backend == "hopper" for each in (*first, best))
+    assert statistics.mean(correlations) > 0.75
+    assert sum(rank < 3 for rank in ranks) > 0.75 * len(ranks)
+
+
+def test_warpgroups_wait_for_those_that_see_more_keys():
+    """Of 192 rows some skip a block of 128 keys. Over 512 keys that is much: 157 us, and 126 with 128 rows (H200, 2026-11-30)."""
+    short, long = (cell(64, "causal", seqlen) for seqlen in (512, 16384))
+    wide, narrow = specialised("causal", block_m=192, num_stages=3), specialised("causal", num_stages=3)
+    gain = {each: cost.estimate(narrow, each, H200).time_s / cost.estimate(wide, each, H200).time_s for each in (short, long)}
+    assert gain[short] < 1 < 1.05 < gain[long]
 
 
 def test_what_warp_specialisation_overlaps():
@@ -415,9 +443,10 @@ def test_three_warpgroups_pay_for_narrow_heads():
 
 
 def test_lazy_rescales_pay_where_accumulators_are_many():
-    for head_dim, pays in ((64, False), (128, True), (256, True)):
+    for head_dim, pays in ((64, False), (128, False), (256, True)):
         eager, lazy = (
-            cost.estimate(specialised(**FASTEST[head_dim], lazy_rescale=lazy), cell(head_dim), H200).time_s for lazy in (False, True)
+            cost.estimate(specialised(**(FASTEST[head_dim] | dict(lazy_rescale=lazy))), cell(head_dim), H200).time_s
+            for lazy in (False, True)
         )
         assert (lazy < eager) == pays
 
