@@ -5,6 +5,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flashgen import reference
 from flashgen.problem import Problem
@@ -209,3 +211,190 @@ def test_plain_leaves_the_precision_switches_alone():
         assert matmul.fp32_precision == "tf32"
     finally:
         matmul.fp32_precision = before
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------------
+
+
+def dense(query, key, value, visible, scale):
+    """Attention written down with one dense matrix, without a block or a running sum, for torch to differentiate."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    powers = torch.where(visible, torch.exp(query @ key.transpose(-1, -2) * scale), 0.0)
+    total = powers.sum(-1, keepdim=True)
+    full = visible.any(-1)[:, None]
+    out = torch.where(full, powers @ value / torch.where(full, total, 1.0), 0.0)
+    return out, torch.where(full, total, 1.0).log().squeeze(-1)
+
+
+def by_autograd(query, key, value, dout, dlse, visible, scale):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (query, key, value)]
+    out, lse = dense(*leaves, visible, scale)
+    loss = (out * dout).sum() if dlse is None else (out * dout).sum() + (lse * dlse).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+def upstream(query, value, seed=1):
+    random = torch.Generator().manual_seed(seed)
+    dout = torch.randn(*query.shape[:-1], value.shape[-1], generator=random, dtype=torch.float64)
+    return dout, torch.randn(query.shape[:-1], generator=random, dtype=torch.float64)
+
+
+def assert_same(found, expected, atol=1e-12):
+    for name, one, other in zip(("dq", "dk", "dv"), found, expected):
+        torch.testing.assert_close(one, other, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "causal_top_left"])
+@pytest.mark.parametrize("lengths", [(5, 2), (2, 5), (1, 7), (7, 1), (9, 9)])
+def test_gradients_agree_with_autograd(mask, lengths):
+    """G01, G04, G05: every mask and window, grouped heads, head dims that differ, with a gradient of the LSE and without."""
+    q, k, v = tensors(2, 6, 2, *lengths, 16, 8)
+    dout, dlse = upstream(q, v)
+    for window in WINDOWS:
+        visible = explicit(mask, window, *lengths)
+        for given_dlse in (None, dlse):
+            found = reference.gradients(q, k, v, dout, given_dlse, mask=mask, window=window, scale=0.3)
+            assert_same(found, by_autograd(q, k, v, dout, given_dlse, visible, 0.3))
+            assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
+
+
+sides = st.none() | st.integers(-1, 6)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    heads=st.sampled_from([(1, 1), (2, 1), (6, 3)]),
+    dims=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    mask=st.sampled_from(["full", "causal", "causal_top_left"]),
+    window=st.none() | st.tuples(sides, sides),
+    scale=st.sampled_from([0.0, -0.7, 1.0, None]),
+    seed=st.integers(0, 2**31),
+)
+def test_gradients_are_slopes(lengths, heads, dims, mask, window, scale, seed):
+    """A step along any direction changes the oracle's own sum(out * dout) + sum(lse * dlse) by what the gradients say."""
+    given_tensors = tensors(1, *heads, *lengths, *dims, seed)
+    dout, dlse = upstream(given_tensors[0], given_tensors[2], seed + 1)
+    words = dict(mask=mask, window=window, scale=scale)
+    found = reference.gradients(*given_tensors, dout, dlse, **words)
+
+    def loss(q, k, v):
+        out, lse = reference.attention(q, k, v, **words)
+        return (out * dout).sum() + (lse.masked_fill(lse == -math.inf, 0.0) * dlse).sum()
+
+    step = 1e-4
+    for place, tensor in enumerate(given_tensors):
+        direction = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed + 2), dtype=torch.float64)
+        there = [[*given_tensors[:place], tensor + sign * step * direction, *given_tensors[place + 1 :]] for sign in (1, -1)]
+        slope = (loss(*there[0]) - loss(*there[1])) / (2 * step)
+        assert float((found[place] * direction).sum()) == pytest.approx(float(slope), abs=2e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("heads", [(6, 2), (12, 3), (3, 1), (4, 4)])
+def test_blocks_change_no_gradient(monkeypatch, heads):
+    """G04: tiny blocks of rows, heads and batch items; both layouts."""
+    q, k, v = tensors(3, *heads, 23, 19, 12, 20)
+    dout, dlse = upstream(q, v)
+    expected = by_autograd(q, k, v, dout, dlse, explicit("causal", (11, None), 23, 19), 1 / math.sqrt(12))
+    assert_same(reference.gradients(q, k, v, dout, dlse, mask="causal", window=(11, None)), expected)
+    for rows, scores_bytes in ((1, 40000), (5, 9000), (16, 1)):
+        monkeypatch.setattr(reference, "BLOCK_ROWS", rows)
+        monkeypatch.setattr(reference, "SCORES_BYTES", scores_bytes)
+        turned = (t.transpose(1, 2).contiguous() for t in (q, k, v, dout))
+        found = reference.gradients(*turned, dlse, mask="causal", window=(11, None), layout="bshd")
+        assert [each.shape for each in found] == [t.transpose(1, 2).shape for t in (q, k, v)]
+        assert_same([each.transpose(1, 2) for each in found], expected)
+
+
+def test_gradient_of_one_query_and_one_key():
+    """G01: nothing can be moved by a weight that is always 1."""
+    q, k, v = (3 * t for t in tensors(1, 1, 1, 1, 1, 16, 16))
+    dout, _ = upstream(q, v)
+    for function in (reference.gradients, reference.plain_gradients):
+        dq, dk, dv = function(q.float(), k.float(), v.float(), dout.float())
+        assert dq.abs().max() < 1e-4 and dk.abs().max() < 1e-4
+        assert torch.equal(dv, dout.float().to(dv.dtype))
+
+
+@pytest.mark.parametrize("lengths", [(3, 1), (7, 1), (14, 1)])
+def test_rows_without_a_key_have_no_gradient(lengths):
+    """G01: causal, with far fewer keys than queries; only the last query sees the key."""
+    q, k, v = (3 * t for t in tensors(1, 2, 1, *lengths, 16, 16))
+    dout, dlse = upstream(q, v)
+    for function in (reference.gradients, reference.plain_gradients):
+        dq, dk, dv = function(q, k, v, dout, dlse, mask="causal")
+        assert torch.equal(dq[:, :, :-1], torch.zeros_like(dq[:, :, :-1]))
+        torch.testing.assert_close(dv[:, :, 0], dout[:, :, -1].sum(1, keepdim=True))
+        torch.testing.assert_close(dq[:, :, -1], 0.25 * dlse[:, :, -1:] * k[:, :, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(dk[:, :, 0], 0.25 * (dlse[:, :, -1:] * q[:, :, -1]).sum(1, keepdim=True), rtol=0, atol=1e-5)
+
+
+def test_gradients_of_an_expanded_dout():
+    """G02: out.sum() has a gradient of strides 0. dv sums the weights of each key; by hand, for zero queries they are 1 / seqlen_kv."""
+    q, k, v = tensors(2, 4, 2, 6, 3, 16, 8)
+    ones = torch.ones((), dtype=torch.float64).expand(2, 4, 6, 8)
+    assert_same(reference.gradients(q, k, v, ones), reference.gradients(q, k, v, ones.contiguous()), atol=0)
+    _, _, dv = reference.gradients(torch.zeros_like(q), k, v, ones)
+    torch.testing.assert_close(dv, torch.full_like(dv, 2 * 6 / 3))
+
+
+def test_gradients_of_grouped_heads_are_sums():
+    """G04: key/value heads that are repeated for each query head have the group's gradients between them."""
+    for heads_q, heads_kv in ((6, 2), (12, 3)):
+        q, k, v = tensors(1, heads_q, heads_kv, 9, 7, 16, 8)
+        dout, dlse = upstream(q, v)
+        group = heads_q // heads_kv
+        dq, dk, dv = reference.gradients(q, k, v, dout, dlse, mask="causal")
+        alone = reference.gradients(q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), dout, dlse, mask="causal")
+        assert_same((dq, dk, dv), (alone[0], *(each.unflatten(1, (heads_kv, group)).sum(2) for each in alone[1:])))
+
+
+def test_gradient_of_the_lse():
+    """G05: the loss is the sum of the log-sum-exps, and queries are 0."""
+    q, k, v = torch.zeros(1, 1, 3, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    for function in (reference.gradients, reference.plain_gradients):
+        dq, dk, dv = function(q, k, v, torch.zeros(1, 1, 3, 8), torch.ones(1, 1, 3), scale=0.5)
+        torch.testing.assert_close(dq, (0.5 * k.mean(2, keepdim=True)).expand_as(q).to(dq.dtype))
+        assert not dk.any() and not dv.any()
+
+
+def test_keys_without_a_query_have_no_gradient():
+    """G14: no query and four keys, no key and five queries, and keys that a window hides from all."""
+    q, k, v = tensors(1, 2, 1, 0, 4, 16, 8)
+    dq, dk, dv = reference.gradients(q, k, v, *upstream(q, v))
+    assert dq.shape == q.shape and dk.shape == k.shape and not dk.any() and dv.shape == v.shape and not dv.any()
+    q, k, v = tensors(1, 2, 1, 5, 0, 16, 8)
+    dq, dk, dv = reference.gradients(q, k, v, *upstream(q, v))
+    assert dq.shape == q.shape and not dq.any() and dk.shape == k.shape and dv.shape == v.shape
+    q, k, v = tensors(1, 2, 1, 2, 9, 16, 8)
+    _, dk, dv = reference.gradients(q, k, v, *upstream(q, v), mask="causal", window=(2, None))
+    assert not dk[:, :, :5].any() and not dv[:, :, :5].any() and dk[:, :, 5:].all() and dv[:, :, 5:].all()
+
+
+def test_gradients_of_very_low_and_very_high_logits():
+    """N01, N11: weights are what they are for logits of 0."""
+    for size, dtype in ((64.0, torch.bfloat16), (30.0, torch.float16)):
+        for sign in (1, -1):
+            q, k = torch.full((1, 1, 2, 128), sign * size, dtype=dtype), torch.full((1, 1, 4, 128), size, dtype=dtype)
+            v = torch.arange(1.0, 5.0).view(1, 1, 4, 1).expand(1, 1, 4, 128).to(dtype)
+            dout = torch.ones(1, 1, 2, 128, dtype=dtype)
+            for function in (reference.gradients, reference.plain_gradients):
+                dq, dk, dv = function(q, k, v, dout)
+                torch.testing.assert_close(dv.double(), torch.full((1, 1, 4, 128), 0.5, dtype=torch.float64), rtol=5e-3, atol=0)
+                # delta is 128 * 2.5, and a key's score has the slope (128 v - 128 * 2.5) / 4 for each query
+                slopes = torch.tensor([-48.0, -16.0, 16.0, 48.0]).view(1, 1, 4, 1) * sign * size / math.sqrt(128) * 2
+                torch.testing.assert_close(dk.double(), slopes.double().expand(1, 1, 4, 128), rtol=5e-3, atol=0)
+                assert dq.abs().max() < 1e-3 * slopes.abs().max()
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 6e-3), (torch.float16, 8e-4), (torch.float32, 1e-6)])
+def test_plain_gradients_have_the_error_of_their_dtype(dtype, most):
+    """N29: the yardstick is IEEE in float32, and keeps float32 sums in half precision."""
+    q, k, v = (t.to(dtype) for t in tensors(1, 4, 2, 200, 200, 64, 64))
+    dout, dlse = upstream(q, v)
+    found = reference.plain_gradients(q, k, v, dout.to(dtype), dlse.float(), mask="causal")
+    expected = reference.gradients(q, k, v, dout.to(dtype), dlse.float(), mask="causal")
+    for one, other in zip(found, expected):
+        assert one.dtype == dtype and other.dtype == torch.float64
+        assert 0 < (one.double() - other).norm() / other.norm() < most
