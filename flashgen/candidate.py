@@ -9,7 +9,7 @@ from flashgen import canonical
 from flashgen.errors import ArgumentError
 
 CHOICES = {
-    "family": ("forward",),
+    "family": ("forward", "backward"),
     "backend": ("triton", "hopper"),
     "mask": ("full", "causal", "window"),
     "load": ("pointer", "tma"),
@@ -35,7 +35,10 @@ class Variant:
     padded           a head dim is not a power of two: pointer loads mask the columns beyond it (TMA fills them with zeros).
     scale_first      scores are scaled before their row maximum is taken: right for negative scales too, one product an element
                      more. Without it the scale must be at least 0.
-    store_lse        the kernel also writes the log-sum-exp of each row.
+    store_lse        the kernel also writes the log-sum-exp of each row; a backward kernel reads its gradient.
+
+    A backward module knows mask, masked_apart, padded and store_lse, and loads by pointers. Right for scales of any sign, it has no
+    scale_first.
     """
 
     family: str = "forward"
@@ -89,7 +92,8 @@ class Variant:
 class Config:
     """Numbers: they reach the kernel as constexpr arguments or launch options.
 
-    block_m, block_n  rows of Q and of K/V in a tile.
+    block_m, block_n  rows of Q and of K/V in a tile. In a backward kernel a program owns block_n rows, keys for dk and dv and queries for
+                      dq, and walks block_m of the others at a time.
     num_warps         warps a program that compute; a hopper kernel has 4 for each 64 rows of block_m, and its producer besides.
     num_stages        depth of the software pipeline over K/V tiles; in a hopper kernel slots, each for one tile of K and one of V.
     maxnreg           cap on registers a thread; None leaves it to the compiler.

@@ -10,17 +10,22 @@ from pathlib import Path
 import jinja2
 
 from flashgen.candidate import Variant
+from flashgen.errors import ArgumentError
 
 _PACKAGE = Path(__file__).resolve().parent
+_ENTRIES = {
+    "forward": ("attention_forward",),
+    "backward": ("attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A rendered module. entry names its kernel function."""
+    """A rendered module. entries names its kernel functions, in the order in which they are launched."""
 
     variant: Variant
     text: str
-    entry: str
+    entries: tuple[str, ...]
 
     @functools.cached_property
     def sha256(self) -> str:
@@ -66,9 +71,13 @@ def environment() -> jinja2.Environment:
 
 @functools.cache
 def render(variant: Variant) -> Source:
-    """The module of a variant: the same variant gives the same bytes."""
-    template = environment().get_template(f"{variant.backend}/{variant.family}.py.jinja")
-    return Source(variant=variant, text=tidy(template.render(variant=variant)), entry=f"attention_{variant.family}")
+    """The module of a variant: the same variant gives the same bytes. Raises ArgumentError where the backend has no such family."""
+    name = f"{variant.backend}/{variant.family}.py.jinja"
+    try:
+        template = environment().get_template(name)
+    except jinja2.TemplateNotFound as error:
+        raise ArgumentError(f"variant is {variant.name!r}, for which there is no template: templates/{name}") from error
+    return Source(variant=variant, text=tidy(template.render(variant=variant)), entries=_ENTRIES[variant.family])
 
 
 def tidy(text: str) -> str:

@@ -10,7 +10,7 @@ No module here initialises CUDA, but for Kernel.on, which loads a kernel on a de
 """
 
 from flashgen.build.binary import ptxas_log, sass_mix
-from flashgen.build.kernel import Kernel, build, constants_of
+from flashgen.build.kernel import Function, Kernel, build, constants_of
 from flashgen.build.modules import CacheInfo, cache_info, clear_cache
 from flashgen.build.pool import CompilePool
 from flashgen.build.standalone import export
@@ -18,6 +18,7 @@ from flashgen.build.standalone import export
 __all__ = [
     "CacheInfo",
     "CompilePool",
+    "Function",
     "Kernel",
     "build",
     "cache_info",

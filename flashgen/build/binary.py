@@ -16,6 +16,7 @@ import struct
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from flashgen.errors import BuildError
@@ -55,14 +56,27 @@ def resources(compiled: Any, launched_as: tuple[Any, ...] = (), *, specialised: 
     )
 
 
+def total(parts: Sequence[Resources]) -> Resources:
+    """Resources of a kernel whose functions have these: the most registers and shared memory that one of them needs, and all spills."""
+    if len(parts) == 1:
+        return parts[0]
+    return Resources(
+        registers=max(part.registers for part in parts),
+        spill_bytes=sum(part.spill_bytes for part in parts),
+        smem_bytes=max(part.smem_bytes for part in parts),
+        binary_sha256=hashlib.sha256("".join(part.binary_sha256 for part in parts).encode()).hexdigest(),
+    )
+
+
 def sass_mix(kernel: Any) -> dict[str, int]:
     """How many instructions of each kind a Kernel has (HGMMA, MUFU, LDGSTS ...), most frequent first; takes 1 to 3 s.
 
     Raises BuildError where there is no disassembler, or no machine code.
     """
-    if kernel.compiled is None:
+    if kernel.interpreted:
         raise BuildError(f"{kernel.candidate} is interpreted and has no machine code")
-    mnemonics = re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", sass(kernel.compiled))
+    code = "\n".join(sass(function.compiled) for function in kernel.functions)
+    mnemonics = re.findall(r"/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", code)
     return dict(Counter(mnemonics).most_common())
 
 

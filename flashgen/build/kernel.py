@@ -17,7 +17,9 @@ from flashgen.record import Resources
 from flashgen.render import Source, render
 from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cuts, least_stages, skips, specialised_dims, tile_dim
 
-TENSORS = ("q", "k", "v", "out")
+TENSORS = ("q", "k", "v", "out")  # of forward kernels, in the order in which they are given
+GRADIENTS = ("dout", "dq", "dk", "dv")
+STATISTICS = ("lse", "dlse", "delta")  # of rows, float32
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
 FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
@@ -26,40 +28,27 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Kernel:
-    """A candidate as machine code, or as a function that Triton's interpreter runs (`compiled` is then None).
+class Function:
+    """One kernel function of a generated module, as machine code, or as Triton's interpreter runs it (`compiled` is then None).
 
-    problem    what it was compiled for: its dtype, head dims and alignment are in the code, and all that `constants_of` says of it.
-    function   the jit function of the generated module.
-    arg_names  its parameters, in order; whoever binds arguments looks them up by name.
+    jit        the jit function.
     constants  the values of its constexpr parameters.
     """
 
     candidate: Candidate
-    problem: Problem
-    source: Source
-    function: Any
+    jit: Any
     compiled: Any | None
     constants: Mapping[str, int]
-    wide_offsets: bool
     _loaded: dict[int, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def arg_names(self) -> tuple[str, ...]:
-        return tuple(self.function.arg_names)
+    def name(self) -> str:
+        return str(self.jit.__name__)
 
-    @functools.cached_property
-    def resources(self) -> Resources:
-        """What the compiler says of the machine code. Raises BuildError for an interpreted kernel, which has none, and for a hopper
-        kernel whose products ptxas let run one at a time only."""
-        if self.compiled is None:
-            raise BuildError(f"{self.candidate} is interpreted and has no machine code")
-        config, variant = self.candidate.config, self.candidate.variant
-        # Equal code is the same kernel only if it is launched alike: the grid follows from block_m and persistent.
-        launched_as: tuple[Any, ...] = (config.block_m, config.persistent)
-        if variant.backend == "hopper":  # and the schedule from the rest
-            launched_as += (config.block_n, config.head_group, variant.longest_first)
-        return binary.resources(self.compiled, launched_as, specialised=variant.backend == "hopper")
+    @property
+    def arg_names(self) -> tuple[str, ...]:
+        """Its parameters, in order; whoever binds arguments looks them up by name."""
+        return tuple(self.jit.arg_names)
 
     def on(self, index: int) -> Any:
         """Triton's CompiledKernel, loaded on the CUDA device with this index; each device has a handle of its own.
@@ -89,6 +78,71 @@ class Kernel:
         return loaded
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Kernel:
+    """A candidate, built: the functions of its module, in the order in which they are launched. A forward kernel has one, and
+    `function`, `compiled`, `arg_names`, `constants` and `on` are that one's.
+
+    problem    what it was compiled for: its dtype, head dims and alignment are in the code, and all that `constants_of` says of it.
+    """
+
+    candidate: Candidate
+    problem: Problem
+    source: Source
+    functions: tuple[Function, ...]
+    wide_offsets: bool
+
+    @property
+    def only(self) -> Function:
+        """Its only function. Raises ValueError for a kernel that has several."""
+        if len(self.functions) > 1:
+            raise ValueError(f"{self.candidate} has {len(self.functions)} functions: {', '.join(each.name for each in self.functions)}")
+        return self.functions[0]
+
+    @property
+    def interpreted(self) -> bool:
+        return self.functions[0].compiled is None
+
+    @property
+    def function(self) -> Any:
+        return self.only.jit
+
+    @property
+    def compiled(self) -> Any | None:
+        return self.only.compiled
+
+    @property
+    def arg_names(self) -> tuple[str, ...]:
+        return self.only.arg_names
+
+    @property
+    def constants(self) -> Mapping[str, int]:
+        return self.only.constants
+
+    def on(self, index: int) -> Any:
+        return self.only.on(index)
+
+    @functools.cached_property
+    def resources(self) -> Resources:
+        """What the compiler says of the machine code; of several functions, the most registers and shared memory, and all spills.
+
+        Raises BuildError for an interpreted kernel, which has none, and for a hopper kernel whose products ptxas let run one at a time
+        only.
+        """
+        if self.interpreted:
+            raise BuildError(f"{self.candidate} is interpreted and has no machine code")
+        config, variant = self.candidate.config, self.candidate.variant
+        # Equal code is the same kernel only if it is launched alike: the grid follows from block_m and persistent.
+        launched_as: tuple[Any, ...] = (config.block_m, config.persistent)
+        if variant.backend == "hopper":  # and the schedule from the rest
+            launched_as += (config.block_n, config.head_group, variant.longest_first)
+        if variant.family == "backward":
+            launched_as = (config.block_n,)
+        return binary.total(
+            [binary.resources(each.compiled, launched_as, specialised=variant.backend == "hopper") for each in self.functions]
+        )
+
+
 def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offsets: bool = False) -> Kernel:
     """The candidate compiled for the device; no GPU is needed. Interpreted if TRITON_INTERPRET is set.
 
@@ -105,21 +159,18 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
     else:
         _require_launchable(candidate)
     source = render(candidate.variant)
-    function = getattr(modules.load(source), source.entry)
+    module = modules.load(source)
     constants = constants_of(candidate, problem)
-    compiled = None
-    if not knobs.runtime.interpret:
-        compiled = _compiled(function, candidate, problem, device, constants, wide_offsets)
-        _require_resources(compiled, candidate, device)
-    return Kernel(
-        candidate=candidate,
-        problem=problem,
-        source=source,
-        function=function,
-        compiled=compiled,
-        constants={name: value for name, value in constants.items() if name in function.arg_names},
-        wide_offsets=wide_offsets,
-    )
+    functions = []
+    for entry in source.entries:
+        function = getattr(module, entry)
+        compiled = None
+        if not knobs.runtime.interpret:
+            compiled = _compiled(function, candidate, problem, device, constants, wide_offsets)
+            _require_resources(compiled, candidate, device)
+        own = {name: value for name, value in constants.items() if name in function.arg_names}
+        functions.append(Function(candidate=candidate, jit=function, compiled=compiled, constants=own))
+    return Kernel(candidate=candidate, problem=problem, source=source, functions=tuple(functions), wide_offsets=wide_offsets)
 
 
 def block_of(tensor: str, candidate: Candidate, problem: Problem) -> list[int]:
@@ -186,8 +237,10 @@ def _compiled(
     types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
     multiples: dict[str, int] = {}
     if problem.aligned_16:
+        # What autograd gives as the gradient of a log-sum-exp, and what a caller has kept of it, may begin anywhere.
+        anywhere = ("lse", "dlse") if candidate.variant.family == "backward" else ()
         for name, kind in types.items():
-            if kind.startswith("*"):
+            if kind.startswith("*") and name not in anywhere:
                 multiples[name] = 16  # a pointer counts bytes
             elif name.startswith("stride_"):
                 multiples[name] = 16 // problem.itemsize  # a stride counts elements
@@ -219,7 +272,9 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
         if candidate.variant.backend == "hopper":
             return f"tensordesc<{element}{block},{_layout(block, problem.dtype)!r}>"
         return f"tensordesc<{element}{block}>" if candidate.variant.load == "tma" else f"*{element}"
-    if name == "lse":
+    if name in GRADIENTS:
+        return f"*{ELEMENTS[problem.dtype]}"
+    if name in STATISTICS:
         return "*fp32"
     if name == "schedule":
         return "*i32"

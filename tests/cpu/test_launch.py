@@ -20,7 +20,7 @@ from flashgen.errors import ArgumentError
 from flashgen.launch import needs_wide_offsets, prepare
 from flashgen.problem import Problem
 
-ROOT = Path(launch_module.__file__).parents[1]
+ROOT = Path(launch_module.__file__).parents[2]
 H200 = Device.named("h200")
 
 

@@ -27,7 +27,13 @@ SPECIALISED = [
     for mask, order in itertools.product(CHOICES["mask"], ("qk_first", "pv_first"))
     for flags in itertools.product((False, True), repeat=len(FLAGS) + 1)
 ]
-VARIANTS = PORTABLE + SPECIALISED
+BACKWARD_FLAGS = ("masked_apart", "padded", "store_lse")
+BACKWARD = [
+    Variant(family="backward", mask=mask, **dict(zip(BACKWARD_FLAGS, flags, strict=True)))
+    for mask in CHOICES["mask"]
+    for flags in itertools.product((False, True), repeat=len(BACKWARD_FLAGS))
+]
+VARIANTS = PORTABLE + SPECIALISED + BACKWARD
 
 
 def kernel_templates() -> list[Path]:
@@ -62,6 +68,7 @@ def test_golden(pytestconfig: pytest.Config) -> None:
         Variant(mask="window", load="tma", longest_first=True, store_lse=True),
         Variant(**hopper),
         Variant(**hopper, mask="causal", ping_pong=True, lazy_rescale=True, longest_first=True, store_lse=True),
+        Variant(family="backward", mask="causal"),
     ]
     if pytestconfig.getoption("--update-golden"):
         for variant in variants:
@@ -84,6 +91,20 @@ def test_name_and_variant_are_one(variant: Variant) -> None:
     assert Variant.named(variant.name) == variant
 
 
+def test_a_module_has_the_functions_it_says() -> None:
+    """A launch looks them up by these names, in this order."""
+    for variant in VARIANTS[:: len(PORTABLE) - 1] + BACKWARD:
+        source = render(variant)
+        functions = [node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)]
+        assert [name for name in functions if name.startswith("attention_")] == list(source.entries)
+        assert all(name.startswith(f"attention_{variant.family}") for name in source.entries)
+
+
+def test_a_family_that_a_backend_lacks_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="no template: templates/hopper/backward.py.jinja"):
+        render(Variant(family="backward", backend="hopper", load="tma"))
+
+
 @pytest.mark.parametrize("name", ["", "forward", "forward_triton_full", "forward_triton_full_pointer_fast", "forward_triton_none_pointer"])
 def test_unknown_names_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match="names no variant"):
@@ -97,8 +118,8 @@ def test_unknown_variable_is_an_error() -> None:
 
 def test_hash_ignores_comments_and_layout_and_nothing_else() -> None:
     source = render(Variant())
-    again = type(source)(variant=source.variant, text="# A remark.\n\n" + source.text.replace('"""out', '"""Out'), entry=source.entry)
-    other = type(source)(variant=source.variant, text=source.text.replace("* LOG2_E", "* LN_2"), entry=source.entry)
+    again = type(source)(variant=source.variant, text="# A remark.\n\n" + source.text.replace('"""out', '"""Out'), entries=source.entries)
+    other = type(source)(variant=source.variant, text=source.text.replace("* LOG2_E", "* LN_2"), entries=source.entries)
     assert source.sha256 == again.sha256
     assert source.sha256 != other.sha256
     assert source.sha256 != render(Variant(mask="causal")).sha256

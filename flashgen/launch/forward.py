@@ -1,0 +1,244 @@
+"""A forward Kernel + tensors -> Launch."""
+
+import functools
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from flashgen.build.kernel import TENSORS, Kernel, build
+from flashgen.candidate import Candidate
+from flashgen.device import Device
+from flashgen.errors import ArgumentError, LaunchError
+from flashgen.launch.descriptors import describer, encoder
+from flashgen.launch.enqueue import enqueuer
+from flashgen.launch.tensors import (
+    integers_of,
+    needs_wide_offsets,
+    require_built_for,
+    require_fit,
+    require_rows,
+    shape_of,
+    stride_arguments,
+    strides_of,
+)
+from flashgen.problem import Problem
+from flashgen.resources import programs_per_sm
+from flashgen.schedule import blocks_seen, tile_lists
+from flashgen.space import MOST_GRID
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class Launch:
+    """A kernel bound to shapes and strides. Call it with tensors of just these, in the problem's layout.
+
+    enqueue       (stream, arguments) -> None: puts the kernel on a raw CUDA stream.
+    arguments     values of the kernel's parameters, in order; those that change with each call are filled in.
+    slots         where in them q, k, v, out and the scale go.
+    lse_slot      where the log-sum-exp goes; None if the kernel stores none.
+    encode        (which of q, k, v, out; address) -> TMA descriptor; None where the kernel takes addresses.
+    unaligned     bits of an address that must be 0.
+    index         of the CUDA device.
+    """
+
+    kernel: Kernel
+    enqueue: Callable[[int, list[Any]], object]
+    arguments: list[Any]
+    slots: tuple[int, int, int, int, int]
+    lse_slot: int | None
+    encode: Callable[[int, int], Any] | None
+    unaligned: int
+    index: int
+    current_device: Callable[[], int]
+    current_stream: Callable[[int], int]
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+    ) -> None:
+        """Enqueues the kernel on the current stream of the tensors' device, which need not be the current device.
+
+        Raises LaunchError if an address is not aligned as the kernel expects, or the driver refuses.
+        """
+        index = self.index
+        if self.current_device() != index:
+            with torch.cuda.device(index):
+                self(query, key, value, out, lse, scale)
+            return
+        q, k, v, o = query.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+        if (q | k | v | o) & self.unaligned:
+            raise LaunchError(f"{self.kernel.candidate} was built for 16-byte aligned tensors, and one begins elsewhere")
+        encode = self.encode
+        if encode is not None:
+            q, k, v, o = encode(0, q), encode(1, k), encode(2, v), encode(3, o)
+        arguments = self.arguments.copy()
+        slots = self.slots
+        arguments[slots[0]] = q
+        arguments[slots[1]] = k
+        arguments[slots[2]] = v
+        arguments[slots[3]] = o
+        arguments[slots[4]] = scale
+        if self.lse_slot is not None:
+            arguments[self.lse_slot] = lse.data_ptr()  # type: ignore[union-attr]
+        try:
+            self.enqueue(self.current_stream(index), arguments)
+        except RuntimeError as error:
+            raise LaunchError(f"{self.kernel.candidate} was not launched: {error}") from error
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, slots=True)
+class InterpretedLaunch:
+    """The same for a kernel that Triton's interpreter runs."""
+
+    kernel: Kernel
+    grid: int
+    arguments: Mapping[str, Any]
+    describe: Callable[[int, torch.Tensor], Any] | None
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+        scale: float,
+    ) -> None:
+        """Runs the kernel, one program after the other."""
+        tensors: dict[str, Any] = dict(zip(TENSORS, (query, key, value, out)))
+        if self.describe is not None:
+            tensors = {name: self.describe(which, tensor) for which, (name, tensor) in enumerate(tensors.items())}
+        given = {**self.arguments, **tensors, "lse": lse, "scale": scale}
+        self.kernel.function[(self.grid,)](**{name: given[name] for name in self.kernel.arg_names})
+
+
+def bind(
+    candidate: Candidate,
+    problem: Problem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    device: Device,
+) -> Launch | InterpretedLaunch:
+    """Builds a candidate as these tensors need it, and prepares it for them: see `build` and `prepare`, whose errors it raises."""
+    kernel = build(candidate, problem, device, wide_offsets=needs_wide_offsets((query, key, value, out)))
+    return prepare(kernel, problem, query, key, value, out, lse, device)
+
+
+def prepare(
+    kernel: Kernel,
+    problem: Problem,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    device: Device,
+) -> Launch | InterpretedLaunch:
+    """Binds the kernel to these tensors' shapes and strides, and loads it on their device.
+
+    Tensors are in the problem's layout; lse, (batch, heads_q, seqlen_q) float32 and contiguous, is there if the kernel stores
+    one. device says how many programs of a persistent kernel run at once. Raises ArgumentError for tensors that are not what the
+    problem says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it, LaunchError if a
+    schedule is needed while a CUDA graph is captured.
+    """
+    tensors = dict(zip(TENSORS, (query, key, value, out)))
+    require_built_for(kernel, problem)
+    require_fit(kernel, problem, tensors, query.device)
+    if "lse" in kernel.arg_names:
+        require_rows("lse", lse, problem)
+    values: dict[str, Any] = {**integers_of(problem), **kernel.constants}
+    describe = None
+    if kernel.candidate.variant.load == "tma":
+        shapes, strides = [shape_of(name, problem) for name in TENSORS], [strides_of(each, problem.layout) for each in tensors.values()]
+        describe = describer(kernel, shapes, strides, query)
+    else:
+        for name, tensor in tensors.items():
+            values |= stride_arguments(name, tensor, problem.layout)
+
+    config = kernel.candidate.config
+    grid = values["num_heads"] * -(-problem.seqlen_q // config.block_m)
+    if kernel.compiled is None:
+        if config.persistent:
+            grid = min(grid, device.num_sms)
+        return InterpretedLaunch(kernel=kernel, grid=grid, arguments=values, describe=describe)
+
+    index = query.device.index
+    loaded = kernel.on(index)
+    if config.persistent:
+        metadata = loaded.metadata
+        at_once = programs_per_sm(metadata.num_warps, loaded.n_regs, metadata.shared, device)
+        grid = min(grid, device.num_sms * max(1, at_once))
+    if grid > MOST_GRID:
+        raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MOST_GRID}")
+    if "schedule" in kernel.arg_names:
+        table = _schedule(kernel.candidate, problem, grid, index)
+        values |= {"schedule": table.data_ptr(), "schedule_width": table.shape[1]}
+    enqueue, encodes = enqueuer(loaded, grid)
+    arguments: list[Any] = []
+    places: dict[str, int] = {}
+    for name in kernel.arg_names:
+        places[name] = len(arguments)
+        if name in TENSORS or name in ("lse", "scale"):
+            arguments.append(None)
+        elif name in values:
+            arguments.append(values[name])
+        else:
+            raise TypeError(f"the kernel of {kernel.candidate.variant.name} has a parameter {name}, of which launch knows nothing")
+        if describe is not None and encodes and name in TENSORS:
+            # The C function takes a descriptor as its encoded map, its shape and its strides.
+            blank = describe(TENSORS.index(name), query)
+            arguments += [*blank.shape, *blank.strides]
+    return Launch(
+        kernel=kernel,
+        enqueue=enqueue,
+        arguments=arguments,
+        slots=(places["q"], places["k"], places["v"], places["out"], places["scale"]),
+        lse_slot=places.get("lse"),
+        encode=None if describe is None else encoder(kernel, loaded, describe, query, encodes),
+        unaligned=15 if kernel.problem.aligned_16 else 0,
+        index=index,
+        current_device=torch._C._cuda_getDevice,
+        current_stream=torch._C._cuda_getCurrentRawStream,
+    )
+
+
+def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int) -> torch.Tensor:
+    """(programs, width, 8) int32 on a CUDA device: how many tiles a program computes; then of each the batch item, the heads of Q and
+    of K and V, the first row, the first block of keys, how many blocks, and the head of Q counted through the batch."""
+    block_m, block_n = candidate.config.block_m, candidate.config.block_n
+    lists = tile_lists(candidate, problem, programs)
+    width = 1 + max(len(tiles) for tiles in lists)
+    walks = []
+    for row in range(0, problem.seqlen_q, block_m):
+        first, end = blocks_seen(problem, row, block_m, block_n)
+        walks.append((row, first, max(1, end - first)))
+    group = problem.heads_q // problem.heads_kv
+    numbers = array("i")
+    for tiles in lists:
+        numbers.extend((len(tiles), *[0] * 7))
+        for tile in tiles:
+            heads, row_block = divmod(tile, len(walks))
+            item, head = divmod(heads, problem.heads_q)
+            numbers.extend((item, head, head // group, *walks[row_block], heads, 0))
+        numbers.extend([0] * 8 * (width - 1 - len(tiles)))
+    return _copied(numbers.tobytes(), width, index)
+
+
+@functools.cache
+def _copied(numbers: bytes, width: int, index: int) -> torch.Tensor:
+    """A schedule on a CUDA device. Equal ones are one, and it stays for the life of the process: a CUDA graph may hold its address
+    when no Launch does."""
+    with torch.cuda.device(index):
+        if torch.cuda.is_current_stream_capturing():
+            raise LaunchError("a schedule cannot be copied to the device while a CUDA graph is captured; call once before capturing")
+        return torch.frombuffer(bytearray(numbers), dtype=torch.int32).view(-1, width, 8).cuda()
