@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from flashgen import reference
-from flashgen.check.measures import Check, Errors, dims_of, errors_of, gradient_limits, unfinished, where, wrong
+from flashgen.check.measures import Check, Errors, Size, dims_of, errors_of, gradient_limits, unfinished, where, wrong
 from flashgen.check.tensors import GUARD, allocate, allocate_rows, fingerprint, inputs
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
@@ -68,7 +68,7 @@ class BackwardCase:
 
     Tensors are in the problem's layout, with strides that the problem admits and no better; an expanded dout has strides of 0. out and
     lse are the oracle's, rounded to the dtype and float32. expected is float32 (float64 for float32 problems). Everything is drawn from
-    `seed`. typical and limits are those of dq, dk, dv: the size of an element where a row sees all keys alike, and what is allowed.
+    `seed`. sizes and limits are those of dq, dk, dv.
     """
 
     problem: Problem
@@ -78,7 +78,7 @@ class BackwardCase:
     given: Given
     gradients: Gradients
     expected: Gradients
-    typical: tuple[float, float, float]
+    sizes: tuple[Size, Size, Size]
     limits: tuple[Errors, Errors, Errors]
     buffers: Gradients
     fingerprint: tuple[int, ...]
@@ -110,11 +110,11 @@ def prepare_backward(
     if problem.dtype != "float32":
         expected = Gradients(*(each.float() for each in expected))
     plain = reference.plain_gradients(query, key, value, dout, dlse, **words)  # type: ignore[arg-type]
-    typical = _typical(problem, scale, given)
+    sizes = _sizes(problem, scale, given)
     limits = []
-    for wanted, size, honest in zip(expected, typical, plain):
+    for wanted, size, honest in zip(expected, sizes, plain):
         nothing = wanted.numel() == 0
-        errors = Errors(0.0, 0.0, 0.0) if nothing else errors_of(honest, None, wanted, None, size)
+        errors = Errors(0.0, 0.0, 0.0) if nothing else errors_of(honest, None, wanted, None, size.typical)
         limits.append(errors if nothing else gradient_limits(problem, scale, wanted, size, errors))
     outputs = [
         allocate(problem, device, heads, seqlen, head_dim)
@@ -132,7 +132,7 @@ def prepare_backward(
         given=given,
         gradients=Gradients(*(tensor for tensor, _ in outputs)),
         expected=expected,
-        typical=typical,
+        sizes=sizes,
         limits=(limits[0], limits[1], limits[2]),
         buffers=Gradients(*(buffer for _, buffer in outputs)),
         fingerprint=given.fingerprint,
@@ -165,10 +165,10 @@ def judge_backward(dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, case
     nearest = Check(ok=True, error=0.0, tolerance=0.0)
     closeness = -1.0
     message = ""
-    for name, got, wanted, size, limits in zip(Gradients._fields, (dq, dk, dv), case.expected, case.typical, case.limits):
+    for name, got, wanted, size, limits in zip(Gradients._fields, (dq, dk, dv), case.expected, case.sizes, case.limits):
         if got is None or not got.numel():
             continue
-        errors = errors_of(got, None, wanted, None, size)
+        errors = errors_of(got, None, wanted, None, size.typical)
         finite = math.isfinite(errors.absolute)
         close = errors.absolute / max(limits.absolute, 1e-300) if finite else math.inf
         if close > closeness:
@@ -217,12 +217,21 @@ def _given(problem: Problem, device: torch.device | str, seed: int, scale: float
     return Given(query, key, value, out, lse, dout, dlse)
 
 
-def _typical(problem: Problem, scale: float, given: Given) -> tuple[float, float, float]:
-    """The size of an element of dq, dk, dv, where each row sees all keys alike and values are random."""
+def _sizes(problem: Problem, scale: float, given: Given) -> tuple[Size, Size, Size]:
+    """Sizes of dq, dk, dv for values that are random."""
     query, key, value, dout = (_root_mean_square(t) for t in (given.query, given.key, given.value, given.dout))
-    keys, queries = max(1, problem.seqlen_kv), max(1, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
-    score = abs(scale) * dout * value * math.sqrt(problem.head_dim_v)  # the gradient of a score, times the number of keys
-    return score * key / math.sqrt(keys), score * query * math.sqrt(queries) / keys, dout * math.sqrt(queries) / keys
+    keys = max(1.0, problem.visible_pairs / max(1, problem.seqlen_q))  # that a row sees, in the mean
+    queries = max(1.0, problem.visible_pairs / max(1, problem.seqlen_kv) * problem.heads_q / problem.heads_kv)
+    product = dout * value * math.sqrt(problem.head_dim_v)
+    sums = (given.dout.float() * given.out.float()).sum(dim=-1).abs()
+    most = float(sums.amax()) if sums.numel() else 0.0
+    cancelled = [max(1.0, each / max(product, 1e-300)) for each in (_root_mean_square(sums), most)]
+    score = abs(scale) * product  # the gradient of a score, times the number of keys
+    return (
+        Size(score * key / math.sqrt(keys), *cancelled),
+        Size(score * query * math.sqrt(queries) / keys, *cancelled),
+        Size(dout * math.sqrt(queries) / keys),
+    )
 
 
 def _root_mean_square(tensor: Tensor) -> float:

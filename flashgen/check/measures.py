@@ -13,9 +13,9 @@ errors grow in a sum over the keys, and s = |scale| sqrt(head_dim_qk) is the siz
 is expected, or of the mean of seqlen_kv random values where that is more: values that cancelled are no measure of rounding.
 
 Of dq, dk and dv the first three are measured, each gradient by itself. Their limits are made alike of `reference.plain_gradients`, with
-a sum over the queries of a group where that is longer. The relative one is closer, for the roundings of all elements leave little
-to luck: RELATIVE_FACTOR times that error, or a quarter of epsilon where that is more; and epsilon over the root of the number of
-visible pairs, for how much luck they leave.
+a sum over the queries of a group where that is longer, float32's part as many times as what is subtracted in dq and dk is larger than
+what is left (see `Size`), and epsilon over the root of the number of visible pairs, for the luck that few roundings leave. The
+relative limit is closer, for it is made of many: RELATIVE_FACTOR times plain's error, or a quarter of epsilon where that is more.
 """
 
 import math
@@ -32,6 +32,15 @@ RELATIVE_FACTOR = (
     1.5  # of gradients. PyTorch's backward of SDPA on a CPU has 1.0 to 1.3 times plain's error of dq, up to 2 of dk and dv (bf16)
 )
 BLOCK_ROWS = 16
+
+
+class Size(NamedTuple):
+    """The size of a gradient's elements where each row sees all its keys alike, and how much cancels: the row sum of dout * out over the
+    typical product of a row of dout and of v, from which it is subtracted; in the mean, and at most. At least 1."""
+
+    typical: float
+    mean_cancelled: float = 1.0
+    most_cancelled: float = 1.0
 
 
 class Errors(NamedTuple):
@@ -90,17 +99,17 @@ def limits_of(problem: Problem, scale: float, expected: Tensor, typical: float, 
     return Errors(*(floor + (FACTOR * error if math.isfinite(error) else 0.0) for floor, error in zip(floors, plain)))
 
 
-def gradient_limits(problem: Problem, scale: float, expected: Tensor, typical: float, plain: Errors) -> Errors:
+def gradient_limits(problem: Problem, scale: float, expected: Tensor, size: Size, plain: Errors) -> Errors:
     """Limits of one gradient that has elements."""
     epsilon = torch.finfo(getattr(torch, problem.dtype)).eps
     terms = max(problem.seqlen_kv, problem.seqlen_q * (problem.heads_q // problem.heads_kv))
     resolution = _resolution(problem, scale, terms)
-    pairs = max(1, problem.batch * problem.heads_q * problem.visible_pairs)
+    luck = epsilon / math.sqrt(max(1, problem.batch * problem.heads_q * problem.visible_pairs))
     absolute, relative, block, _ = (error if math.isfinite(error) else 0.0 for error in plain)
-    floor = epsilon / 4 + resolution
+    floor = epsilon / 4 + luck + resolution * size.most_cancelled
     return Errors(
-        absolute=FACTOR * absolute + floor * max(float(expected.abs().amax()), typical),
-        relative=max(RELATIVE_FACTOR * relative, epsilon / 4) + epsilon / math.sqrt(pairs) + resolution,
+        absolute=FACTOR * absolute + floor * max(float(expected.abs().amax()), size.typical),
+        relative=max(RELATIVE_FACTOR * relative, epsilon / 4) + luck + resolution * size.mean_cancelled,
         block=FACTOR * block + floor,
     )
 

@@ -395,8 +395,8 @@ def test_honest_backward_kernels_have_room_and_no_more():
             of = backward_problem(dtype=dtype, seqlen_q=length, seqlen_kv=length, head_dim_qk=64, head_dim_v=64, batch=1)
             case = check.prepare_backward(of, "cpu", 5)
             assert check.check_backward(right_backward(of), case).ok
-            for got, wanted, size, limits in zip(case.gradients, case.expected, case.typical, case.limits):
-                errors = measures.errors_of(got, None, wanted, None, size)
+            for got, wanted, size, limits in zip(case.gradients, case.expected, case.sizes, case.limits):
+                errors = measures.errors_of(got, None, wanted, None, size.typical)
                 assert errors.relative < limits.relative / 1.35 < most / 1.35
                 assert errors.block < limits.block / 2 < 0.0045
                 assert errors.absolute < limits.absolute / 1.5
@@ -414,8 +414,8 @@ def test_backward_limits_are_near_what_pytorch_reaches(mask):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             out = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=mask == "causal", scale=case.scale)
         found = torch.autograd.grad(out, leaves, case.given.dout)
-        for got, wanted, size, limits in zip(found, case.expected, case.typical, case.limits):
-            errors = measures.errors_of(got, None, wanted, None, size)
+        for got, wanted, size, limits in zip(found, case.expected, case.sizes, case.limits):
+            errors = measures.errors_of(got, None, wanted, None, size.typical)
             assert limits.relative < 1.5 * 1.05 * errors.relative
 
 
