@@ -27,6 +27,7 @@ MASKS = {
     "causal": dict(mask="causal"),
     "top left": dict(mask="causal_top_left"),
     "window": dict(mask="causal", window=(100, None)),
+    "left side": dict(window=(90, None)),
     "both sides": dict(window=(70, 33)),
     "itself only": dict(window=(0, 0)),
 }
