@@ -17,7 +17,7 @@ from flashgen.device import Device
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.problem import Problem
 from flashgen.schedule import tile_rows
-from flashgen.space import hopper, triton
+from flashgen.space import backward, hopper, triton
 
 MOST_HEAD_DIM = 256
 MOST_GRID = (1 << 31) - 1
@@ -35,9 +35,10 @@ def require_supported(problem: Problem, device: Device) -> None:
     for name in ("seqlen_q", "seqlen_kv"):
         if getattr(problem, name) > MOST_GRID // 2:
             raise UnsupportedError(f"{name} is {getattr(problem, name)}; kernels number rows up to {MOST_GRID // 2}")
-    tiles = problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / 64)
-    if tiles > MOST_GRID:
-        raise UnsupportedError(f"batch, heads_q and seqlen_q make {tiles} tiles of 64 rows; a grid has at most {MOST_GRID}")
+    for heads, seqlen in (("heads_q", "seqlen_q"), ("heads_kv", "seqlen_kv")):
+        tiles = problem.batch * getattr(problem, heads) * math.ceil(getattr(problem, seqlen) / 64)
+        if tiles > MOST_GRID and (heads == "heads_q" or problem.direction == "backward"):
+            raise UnsupportedError(f"batch, {heads} and {seqlen} make {tiles} tiles of 64 rows; a grid has at most {MOST_GRID}")
 
 
 def required(problem: Problem) -> dict[str, object]:
@@ -49,14 +50,14 @@ def required(problem: Problem) -> dict[str, object]:
         "padded": any(schedule.tile_dim(dim) != dim for dim in (problem.head_dim_qk, problem.head_dim_v)),
         "store_lse": problem.return_lse,
     }
-    if triton.no_tma(problem):
+    if problem.direction == "backward" or triton.no_tma(problem):
         fixed["load"] = "pointer"
     return fixed
 
 
 def backends(problem: Problem, device: Device) -> list[str]:
     """Kinds of kernels with candidates for this problem and device."""
-    return ["triton"] if without_hopper(problem, device) else ["triton", "hopper"]
+    return ["triton"] if problem.direction == "backward" or without_hopper(problem, device) else ["triton", "hopper"]
 
 
 def without_hopper(problem: Problem, device: Device) -> str:
@@ -68,6 +69,8 @@ def axes(problem: Problem, device: Device, backend: str) -> dict[str, list[Any]]
     """Choices of every knob, numbers and structure in one flat dict; some of their combinations are illegal. All backends have the same
     knobs, and one choice of those that mean nothing to them."""
     masked = required(problem)["mask"] != "full"
+    if problem.direction == "backward":
+        return backward.axes(problem)
     return hopper.axes(problem, masked) if backend == "hopper" else triton.axes(problem, device, masked)
 
 
@@ -76,7 +79,7 @@ def from_axes(problem: Problem, device: Device, values: Mapping[str, Any]) -> Ca
     names = axes(problem, device, "triton").keys()
     if values.keys() != names:
         raise ArgumentError(f"axes are {', '.join(names)}; got {', '.join(values)}")
-    structure = {name: values[name] for name in _STRUCTURE}
+    structure = {name: values[name] for name in _STRUCTURE if name in values}
     numbers = {name: value for name, value in values.items() if name not in _STRUCTURE}
     return Candidate(variant=Variant(**(structure | required(problem))), config=Config(**numbers))
 
@@ -98,6 +101,9 @@ def variants(problem: Problem, device: Device) -> list[Variant]:
 
 def violations(candidate: Candidate, problem: Problem, device: Device) -> list[str]:
     """What is wrong with a candidate, as "name: message" with both numbers; nothing if it is legal."""
+    if problem.direction == "backward":
+        found = [*_required_violations(candidate.variant, required(problem)), *backward.violations(candidate, problem, device)]
+        return [f"{name}: {message}" for name, message in found]
     found = [*_tile_violations(candidate, problem, device)]
     if not found:  # the rest counts blocks, which needs sound numbers
         found += _required_violations(candidate.variant, required(problem))
@@ -107,7 +113,17 @@ def violations(candidate: Candidate, problem: Problem, device: Device) -> list[s
 
 def default(problem: Problem, device: Device) -> Candidate:
     """The hand-picked candidate, or the legal one nearest to it: sane everywhere, best nowhere; searches measure it first."""
+    if problem.direction == "backward":
+        return default_backward(problem, device)
     return adapt(hopper.pick(problem), problem, device) or portable_default(problem, device)
+
+
+def default_backward(problem: Problem, device: Device) -> Candidate:
+    """The same for a backward problem, whose kernels are all portable."""
+    picked = backward.pick(problem, device, required(problem))
+    if not violations(picked, problem, device):
+        return picked
+    return min(candidates(problem, device), key=lambda other: _distance(picked, other))
 
 
 def portable_default(problem: Problem, device: Device) -> Candidate:
@@ -148,6 +164,9 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     numbers cut down where that makes them legal. None if it does not become legal."""
     variant, config = candidate.variant, candidate.config
     fixed = dict(required(problem))
+    if problem.direction == "backward":
+        carried = Candidate(variant=replace(variant, **fixed), config=config)  # type: ignore[arg-type]
+        return None if candidate.variant.family != "backward" or violations(carried, problem, device) else carried
     if not device.has_tma:
         fixed["load"] = "pointer"
     variant = replace(variant, **fixed)  # type: ignore[arg-type]
@@ -193,6 +212,14 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
     legal: list[Candidate] = []
     removed: dict[str, int] = {}
     fixed = required(problem)
+    if problem.direction == "backward":
+        for candidate in backward.points(problem, fixed):
+            broken = next(backward.violations(candidate, problem, device), None)
+            if broken is None:
+                legal.append(candidate)
+            else:
+                removed[broken[0]] = removed.get(broken[0], 0) + 1
+        return tuple(legal), tuple(removed.items())
 
     @cache
     def variant(**structure: Any) -> Variant:
