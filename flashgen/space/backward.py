@@ -1,0 +1,137 @@
+"""Legality of backward kernels, which are portable: a program owns block_n rows and walks block_m of the others at a time."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from flashgen import schedule
+from flashgen.candidate import Candidate, Config, Variant
+from flashgen.device import Device
+from flashgen.problem import Problem
+from flashgen.schedule import tile_rows
+
+# Most of dk and dv that a thread holds beside the scores. 128 spill 144 bytes and more, 256 spill 1256 (head dim 256, sm_90, Triton 3.6).
+MOST_ACCUMULATORS = 128
+MOST_ACCUMULATORS_FP32 = 32  # ordinary cores take both operands from registers
+
+Violation = tuple[str, str]  # name of the constraint, message
+
+
+def axes(problem: Problem) -> dict[str, list[Any]]:
+    """Choices of every knob."""
+    return {
+        "block_m": [16, 32, 64, 128],
+        "block_n": [16, 32] if problem.itemsize == 4 else [32, 64, 128],
+        "num_warps": [4, 8],
+        "num_stages": [1, 2, 3],
+        "masked_apart": [True, False],
+    }
+
+
+def points(problem: Problem, fixed: dict[str, Any]) -> Iterator[Candidate]:
+    """Every point of the grid, in a fixed order."""
+    choices = axes(problem)
+    for point in itertools.product(*choices.values()):
+        numbers = dict(zip(choices, point))
+        structure = Variant(**{**fixed, "masked_apart": numbers.pop("masked_apart")})
+        yield Candidate(variant=structure, config=Config(**numbers))
+
+
+def smem_bytes(candidate: Candidate, problem: Problem, device: Device) -> int:
+    """Shared memory that the hungriest function asks for, that of dk and dv, as Triton 3.6 lays it out: right to 8 %, never less."""
+    config, size = candidate.config, problem.itemsize
+    row_bytes = (schedule.tile_dim(problem.head_dim_qk) + schedule.tile_dim(problem.head_dim_v)) * size
+    # What is walked has num_stages buffers, or one less where products read registers (mma.sync) and a tile is free once it was read.
+    from_smem = 90 <= device.capability < 120 and size == 2 and config.block_n >= 64
+    buffers = max(1, config.num_stages if from_smem else config.num_stages - 1)
+    total = (config.block_n + buffers * config.block_m) * row_bytes + 8 * config.block_m * buffers
+    if not from_smem:
+        total += config.block_m * config.block_n * size  # weights change layout
+        if size == 2 and config.num_stages == 1:
+            total += config.block_m * row_bytes // 2  # and so do tiles that products read both ways
+    return total
+
+
+def violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
+    """Clauses in the order in which they are judged."""
+    variant, config = candidate.variant, candidate.config
+    plain_variant = Variant(family="backward")
+    for name in ("backend", "load", "order", "ping_pong", "lazy_rescale", "longest_first", "scale_first"):
+        value, needed = getattr(variant, name), getattr(plain_variant, name)
+        if value != needed:
+            yield name, f"is {value!r}, must be {needed!r}: backward kernels have no such choice"
+    plain_config = Config(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    for name in ("head_group", "persistent", "q_stages", "maxnreg"):
+        value, needed = getattr(config, name), getattr(plain_config, name)
+        if value != needed:
+            yield name, f"is {value!r}, must be {needed!r}: backward kernels have no such choice"
+
+    # Triton's tensors have powers of two of elements, and its products at least 16 rows, columns and depth.
+    for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
+        value = getattr(config, name)
+        if value < least or value & (value - 1):
+            yield name, f"is {value}, must be a power of two of at least {least}"
+            return
+    if config.num_warps > 32:
+        yield "num_warps", f"is {config.num_warps}, a program has at most 32"
+        return
+
+    # A tile beyond the end of both sequences is wasted.
+    rows = _most_rows(problem)
+    for name in ("block_m", "block_n"):
+        if getattr(config, name) > rows:
+            yield name, f"is {getattr(config, name)}, the longer sequence fills {rows}"
+    # What a thread holds for the whole loop, and for a block of it.
+    threads = 32 * config.num_warps
+    accumulators = config.block_n * (schedule.tile_dim(problem.head_dim_qk) + schedule.tile_dim(problem.head_dim_v)) / threads
+    most = MOST_ACCUMULATORS if problem.itemsize == 2 else MOST_ACCUMULATORS_FP32
+    if accumulators > most and config.block_n > 16:
+        yield "registers", f"dk and dv take {accumulators:g} of a thread, more than {most}"
+    scores = config.block_m * config.block_n / threads
+    most = 32 if problem.itemsize == 2 else 4
+    if scores > most:
+        yield "registers", f"scores take {scores:g} of a thread, more than {most}"
+    if problem.itemsize == 2 and config.block_n < 8 * config.num_warps:
+        yield "warp_rows", f"{config.num_warps} warps need {8 * config.num_warps} rows, block_n is {config.block_n}"
+    smem = smem_bytes(candidate, problem, device)
+    if smem > device.smem_per_block_bytes:
+        yield "smem", f"needs {smem} bytes, {device.name} has {device.smem_per_block_bytes}"
+    # A pipeline deeper than the longest loop is the same kernel as a shorter one.
+    longest = _longest_loop(problem, config.block_m)
+    if config.num_stages > longest:
+        yield "num_stages", f"is {config.num_stages}, the longest loop has {longest} blocks"
+
+
+def pick(problem: Problem, device: Device, fixed: dict[str, Any]) -> Candidate:
+    """The hand-picked candidate: the largest tiles of which no function spills at head dims up to 128. Registers are those of dk and dv,
+    causal, in bf16, as Triton 3.6 compiles them; nothing here was measured on a GPU yet."""
+    dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
+    if problem.itemsize == 4:
+        block_m, block_n, num_warps, num_stages = 16, 32 if dim <= 64 else 16, 8, 1
+    elif dim <= 64:
+        block_m, block_n, num_warps, num_stages = 64, 128, 8, 2  # 215 on sm_90
+    elif dim <= 128 and device.capability >= 90:
+        block_m, block_n, num_warps, num_stages = 32, 128, 8, 2  # 246 on sm_90; 64 x 128 spill 800 bytes
+    elif dim <= 128:
+        # 255 on sm_80, and with a window 8 bytes spilled; 32 rows need 176. 32 x 128 spill 8 bytes.
+        block_m, block_n, num_warps, num_stages = 32 if fixed["mask"] == "window" else 64, 64, 8, 2
+    else:
+        block_m, block_n, num_warps, num_stages = 16, 64, 8, 2  # 255 and 144 bytes spilled on sm_90, none on sm_80
+    rows = _most_rows(problem)
+    block_m, block_n = min(block_m, rows), min(block_n, rows)
+    if problem.itemsize == 2:
+        num_warps = min(num_warps, max(4, block_n // 8))
+    numbers = Config(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=min(num_stages, _longest_loop(problem, block_m)))
+    return Candidate(variant=Variant(**fixed), config=numbers)
+
+
+def _most_rows(problem: Problem) -> int:
+    """Rows of the largest tile that makes sense."""
+    return max(32 if problem.itemsize == 2 else 16, tile_rows(max(problem.seqlen_q, problem.seqlen_kv)))
+
+
+def _longest_loop(problem: Problem, block_m: int) -> int:
+    """Blocks that a program walks at most: queries of all heads of a group, or keys."""
+    group = problem.heads_q // problem.heads_kv
+    return max(1, group * math.ceil(problem.seqlen_q / block_m), math.ceil(problem.seqlen_kv / block_m))
