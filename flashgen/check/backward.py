@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashgen import reference
 from flashgen.check.measures import Check, Errors, Size, dims_of, errors_of, gradient_limits, unfinished, where, wrong
-from flashgen.check.tensors import GUARD, allocate, allocate_rows, fingerprint, inputs
+from flashgen.check.tensors import allocate, allocate_rows, fingerprint, inputs
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 
@@ -66,7 +66,7 @@ class Gradients(NamedTuple):
 class BackwardCase:
     """Inputs, the gradients that are expected of them, and tensors to write gradients to: made once, then used for every candidate.
 
-    Tensors are in the problem's layout, with strides that the problem admits and no better; an expanded dout has strides of 0. out and
+    Tensors are in the problem's layout, with strides that the problem admits and no better; an expanded dout is one row for all. out and
     lse are the oracle's, rounded to the dtype and float32. expected is float32 (float64 for float32 problems). Everything is drawn from
     `seed`. sizes and limits are those of dq, dk, dv.
     """
@@ -98,7 +98,8 @@ def prepare_backward(
 ) -> BackwardCase:
     """A case for a backward problem that is not empty: fresh inputs from the seed, the oracle's gradients, limits, and poisoned outputs.
 
-    scale None is 1/sqrt(head_dim_qk). expanded_dout: dout is a single 1 with all strides 0, as the gradient of out.sum() is.
+    scale None is 1/sqrt(head_dim_qk). expanded_dout: dout is a single row of random values that all others repeat: its strides
+    are 0 but for the last.
     """
     if problem.direction != "backward":
         raise ArgumentError(f"direction is {problem.direction!r}; prepare_backward takes backward problems")
@@ -201,10 +202,9 @@ def _given(problem: Problem, device: torch.device | str, seed: int, scale: float
     lse.copy_(exact_lse)
     random = torch.Generator(device).manual_seed(seed + 2**32)  # apart from the seeds of other inputs
     if expanded_dout:
-        start = GUARD if problem.aligned_16 else GUARD + 1
-        buffer = torch.full((start + 1 + GUARD,), math.nan, dtype=out.dtype, device=device)
-        buffer[start] = 1.0
-        dout = buffer[start].expand(out.shape)
+        row, _ = allocate(replace(problem, batch=1), device, 1, 1, problem.head_dim_v)
+        row.copy_(torch.randn(row.shape, dtype=torch.float32, device=device, generator=random))
+        dout = row.expand(out.shape)
     else:
         dout, _ = allocate(problem, device, problem.heads_q, problem.seqlen_q, problem.head_dim_v)
         size = exact.square().mean(dim=-1, keepdim=True).sqrt()
