@@ -151,6 +151,8 @@ def prepare(
     problem says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it, LaunchError if a
     schedule is needed while a CUDA graph is captured.
     """
+    if kernel.candidate.variant.family != "forward":
+        raise ArgumentError(f"{kernel.candidate} computes gradients; it must be a forward kernel")
     tensors = dict(zip(TENSORS, (query, key, value, out)))
     require_built_for(kernel, problem)
     require_fit(kernel, problem, tensors, query.device)
