@@ -7,6 +7,7 @@ read and nothing is compiled. So a signature can be captured in a CUDA graph aft
     arguments    every check; tensors -> Problem
     choice       Problem -> candidates, best first, and the distance between problems
     plan         the prepared launch of a signature
+    gradients    what autograd keeps of a call, and the backward pass
     explanation  what is chosen, and why
 """
 
@@ -100,12 +101,17 @@ def attention(
     dimension is not contiguous is copied at every call. Under torch.autocast they are cast to its dtype. Tensors on the CPU run
     in Triton's interpreter if TRITON_INTERPRET=1 was set before triton was loaded (in float16 and float32), else are refused.
 
+    Differentiable once, in query, key and value: a call with inputs that need gradients keeps them, out and the LSE, and returns
+    them in the inputs' dtype; a backward pass computes only those that are needed, the same bits every time. So is the LSE.
+    The kernels of the backward pass are portable ones that nothing tunes yet. Under torch.no_grad() and torch.inference_mode()
+    nothing is kept.
+
     Never tunes: without a measured winner it runs the nearest one, else the cost model's choice, says so once in the log, and
     `explain` tells the whole story. In a CUDA graph capture only signatures that were called before can be called. torch.compile
     breaks its graph here.
 
     Raises ArgumentError or ArgumentTypeError naming the argument; UnsupportedError for what flashgen does not compute, such as
-    gradients (use torch.no_grad()), masks and dropout; BuildError or LaunchError if no candidate runs.
+    arbitrary masks, dropout, and derivatives of the gradients; BuildError or LaunchError if no candidate runs.
     """
     if unknown:
         refuse_keywords(unknown)
@@ -179,6 +185,9 @@ def explain(
     database: "Database | None" = None,
 ) -> Explanation:
     """Which candidate `attention` runs for these arguments, or for a Problem, and why; nothing is built or launched.
+
+    Of tensors that need gradients it explains the forward kernel with its LSE stored, which such calls run; one line of every
+    explanation names the kernels that compute gradients.
 
     device, for a Problem: the one to explain for, or its short name such as h200; by default the current CUDA device.
     database: whose winners to choose from; by default the user's. Raises what `attention` raises for the arguments.

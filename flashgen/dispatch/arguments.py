@@ -3,7 +3,7 @@
 import numbers
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -39,7 +39,7 @@ _MISSING_FEATURES = {
     "q_descale": "FP8",
     "k_descale": "FP8",
     "v_descale": "FP8",
-    "deterministic": "a backward pass, and its forward pass is always deterministic: leave it out",
+    "deterministic": "such a switch, and is always deterministic: leave it out",
 }
 _OTHER_NAMES = {
     "is_causal": "causal: True aligns the diagonal to the last query and key, 'top_left' to the first ones as PyTorch's SDPA does",
@@ -58,6 +58,8 @@ class Call:
 
     cast      dtype the tensors are cast to under autocast, else None.
     copied    some tensor has a last dimension that is not contiguous, or another dtype, and so is copied at every call.
+    training  some tensor needs a gradient: the kernel stores the LSE.
+    return_lse  the caller gets the LSE.
     query, key, value  the tensors as the kernel gets them.
     """
 
@@ -67,6 +69,8 @@ class Call:
     value: Tensor
     cast: torch.dtype | None
     copied: bool
+    training: bool
+    return_lse: bool
 
     @property
     def device(self) -> torch.device:
@@ -91,9 +95,6 @@ def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, 
         _require_plain(name, tensor)
     _require_one_place(tensors)
     cast = _cast_of(tensors)
-    if any(tensor.requires_grad for tensor in tensors.values()) and torch.is_grad_enabled():
-        names = ", ".join(name for name, tensor in tensors.items() if tensor.requires_grad)
-        raise UnsupportedError(f"{names} requires grad, and flashgen has no backward pass yet: call it under torch.no_grad() or detach it")
     for name, tensor in tensors.items():
         if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             raise UnsupportedError(f"{name} is a dual tensor; flashgen does not compute forward-mode derivatives")
@@ -103,6 +104,7 @@ def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, 
         raise ArgumentError(f"layout is {_shown(layout)}; it must be one of {', '.join(LAYOUTS)}")
     sizes = _sizes(tensors, layout)
     copied = any(needs_copy(tensor, cast) for tensor in tensors.values())
+    training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
     ready = {name: converted(tensor, cast) for name, tensor in tensors.items()}
     problem = Problem(
         **sizes,
@@ -113,7 +115,9 @@ def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, 
         return_lse=return_lse,
         aligned_16=_aligned(tensors, ready, sizes["head_dim_v"]),
     )
-    return Call(problem=problem, **ready, cast=cast, copied=copied)
+    if training:
+        problem = replace(problem, return_lse=True)
+    return Call(problem=problem, **ready, cast=cast, copied=copied, training=training, return_lse=return_lse)
 
 
 def needs_copy(tensor: Tensor, cast: torch.dtype | None) -> bool:
@@ -128,11 +132,28 @@ def converted(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
     return tensor.resolve_neg().contiguous() if needs_copy(tensor, None) else tensor
 
 
+def strides_aligned(tensor: Tensor, least: int = 1) -> bool:
+    """Whether strides are multiples of 16 bytes, and at least so many elements. The last dimension is contiguous."""
+    return all(stride >= least and stride * tensor.element_size() % 16 == 0 for size, stride in _steps(tensor) if size > 1)
+
+
+def require_no_transform(tensor: Tensor | None = None) -> None:
+    """Raise UnsupportedError inside torch.func's transforms, and for a tensor that comes from one, such as autograd's batched gradients."""
+    functorch = torch._C._functorch
+    wrapped = tensor is not None and (functorch.is_functorch_wrapped_tensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+    if wrapped or torch._C._are_functorch_transforms_active():
+        raise UnsupportedError("flashgen has no gradients inside torch.func (vmap, grad, is_grads_batched ...): call it on plain tensors")
+
+
 def checked_scale(scale: Any) -> float:
     """The scale as a float. Raises ArgumentError unless it is finite in float32, ArgumentTypeError unless it is a real number."""
     if type(scale) is float and -_FLOAT32_MAX <= scale <= _FLOAT32_MAX:
         return scale
     if isinstance(scale, Tensor):
+        if scale.requires_grad:
+            raise ArgumentTypeError(
+                "scale is a tensor that requires grad, and flashgen has no gradient for it; multiply query by it and pass scale=1.0"
+            )
         raise ArgumentTypeError("scale is a tensor; pass a number, such as scale.item()")
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise ArgumentTypeError(f"scale is {_shown(scale)}; it must be a real number")
@@ -239,11 +260,10 @@ def _aligned(given: Mapping[str, Tensor], ready: Mapping[str, Tensor], head_dim_
     """Whether addresses and strides allow TMA. Addresses are those of the tensors given, so that one answer holds for every call
     with the same strides; the output is contiguous in a fresh allocation, and so has only its row to be looked at. Expanded
     dimensions, with a stride of 0, are not for TMA: NVIDIA's documentation does not say that they work."""
-    itemsize = ready["query"].element_size()
     return (
         all(tensor.data_ptr() % 16 == 0 for tensor in given.values())
-        and all(stride > 0 and stride * itemsize % 16 == 0 for tensor in ready.values() for size, stride in _steps(tensor) if size > 1)
-        and head_dim_v * itemsize % 16 == 0
+        and all(strides_aligned(tensor) for tensor in ready.values())
+        and head_dim_v * ready["query"].element_size() % 16 == 0
     )
 
 

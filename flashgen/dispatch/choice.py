@@ -67,10 +67,13 @@ def choices(
 
     A candidate in failures is left out, and the reason said; failures may grow while this is iterated. With a negative scale each
     candidate is taken in its scale_first form, the only one that is right then. portable: only kernels that Triton's interpreter runs.
+    A backward problem has exact winners, the default, and the smallest candidates; its kernels are right for scales of any sign.
     """
     because: list[str] = []
-    for candidate, how, record, away in _sources(problem, device, winners, because, portable):
-        if negative_scale:
+    backward = problem.direction == "backward"
+    sources = _backward_sources(problem, device, winners, because) if backward else _sources(problem, device, winners, because, portable)
+    for candidate, how, record, away in sources:
+        if negative_scale and not backward:
             candidate = replace(candidate, variant=replace(candidate.variant, scale_first=True))
         if failures is None or candidate not in failures:
             yield Choice(candidate=candidate, how=how, record=record, distance=away, because=tuple(because))
@@ -161,6 +164,41 @@ def _sources(
         if candidate not in given:
             given.add(candidate)
             yield candidate, "default", None, None
+
+
+def _backward_sources(
+    problem: Problem, device: Device, winners: Iterable[Record], because: list[str]
+) -> Iterator[tuple[Candidate, str, Record | None, float | None]]:
+    """The same for a backward problem. Nothing ranks backward kernels yet, so no winner is carried over to another problem."""
+    given: set[Candidate] = set()
+    own = [record for record in winners if _is_own(record, problem, device)]
+    if not own:
+        because.append("no winner was measured for this problem on this device")
+    for away, record, doubts in _near(problem, device, own):
+        assert record.candidate is not None
+        row = f"the winner of {record.problem} on {record.device.name}"
+        if broken := space.violations(record.candidate, problem, device):
+            because.append(f"{row} is not legal here: {'; '.join(broken)}")
+            continue
+        because.extend(f"{row}: {doubt}" for doubt in doubts)
+        if record.candidate not in given:
+            given.add(record.candidate)
+            yield record.candidate, "nearest" if doubts else "exact", record, away
+    default = space.default_backward(problem, device)
+    if default not in given:
+        given.add(default)
+        yield default, "default", None, None
+    modest = heapq.nsmallest(_PREDICTED, space.candidates(problem, device), key=_modesty)
+    for candidate in modest:
+        if candidate not in given:
+            given.add(candidate)
+            yield candidate, "default", None, None
+
+
+def _modesty(candidate: Candidate) -> tuple[int, int, int]:
+    """Small for candidates that need little of a device."""
+    config = candidate.config
+    return config.num_stages * (config.block_m + config.block_n), config.block_m * config.block_n, config.num_warps
 
 
 def _near(problem: Problem, device: Device, winners: Sequence[Record]) -> list[tuple[float, Record, list[str]]]:

@@ -1,13 +1,13 @@
 """What `attention` runs for a problem on a device, in words and numbers."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from flashgen import canonical, cost, space
 from flashgen.candidate import Candidate
 from flashgen.device import Device
-from flashgen.dispatch.choice import Choice, choose, expected_us
+from flashgen.dispatch.choice import Choice, choices, choose, expected_us
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Record
 
@@ -17,6 +17,7 @@ class Explanation:
     """The choice for a problem on a device.
 
     choice       None where no kernel runs: no query, or no key.
+    gradients    what computes the gradients, in a call with inputs that need them; None where there are none, or all failed.
     estimate     the cost model's, for the chosen candidate.
     expected_us  the time measured for the row the choice came from; for a near row, times the ratio of the model's estimates.
     """
@@ -24,6 +25,7 @@ class Explanation:
     problem: Problem
     device: Device
     choice: Choice | None
+    gradients: Choice | None
     estimate: Estimate | None
     expected_us: float | None
 
@@ -81,6 +83,13 @@ class Explanation:
             "how": self.how,
             "candidate": canonical.to_dict(self.candidate) if self.candidate else None,
             "candidate_name": str(self.candidate) if self.candidate else None,
+            "gradients": None
+            if self.gradients is None
+            else {
+                "how": self.gradients.how,
+                "candidate": canonical.to_dict(self.gradients.candidate),
+                "candidate_name": str(self.gradients.candidate),
+            },
             "row": None
             if row is None
             else {
@@ -121,6 +130,9 @@ class Explanation:
         if self.estimate is not None:
             lines.append(("predicted", f"{_time(self.predicted_us)} by the cost model, bound by {self.estimate.bound}"))
             lines.append(("bound", f"{_time(self.bound_us)}: no kernel can be faster"))
+        if self.gradients is not None:
+            stored = "" if self.problem.return_lse else ", which follows a forward kernel that stores the LSE"
+            lines.append(("gradients", f"{self.gradients.candidate} ({self.gradients.how}){stored}"))
         lines.extend(("because" if place == 0 else "", sentence) for place, sentence in enumerate(self.because))
         return "\n".join(f"{name:<10}{text}" for name, text in lines)
 
@@ -146,12 +158,15 @@ def explained(
     problem.require_forward("explain")
     space.require_supported(problem, device)
     if problem.is_empty or problem.seqlen_kv == 0:
-        return Explanation(problem=problem, device=device, choice=None, estimate=None, expected_us=None)
-    choice = choose(problem, device, winners, negative_scale=negative_scale, portable=portable, failures=failures)
+        return Explanation(problem=problem, device=device, choice=None, gradients=None, estimate=None, expected_us=None)
+    known = list(winners)
+    choice = choose(problem, device, known, negative_scale=negative_scale, portable=portable, failures=failures)
+    backward = replace(problem, direction="backward", return_lse=False)
     return Explanation(
         problem=problem,
         device=device,
         choice=choice,
+        gradients=next(choices(backward, device, known, failures=failures), None),
         estimate=cost.estimate(choice.candidate, problem, device),
         expected_us=expected_us(choice, problem, device),
     )

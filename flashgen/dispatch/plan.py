@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,8 +17,9 @@ from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.dispatch.arguments import Call, converted, interpreted
 from flashgen.dispatch.choice import Choice, choices
-from flashgen.errors import BuildError, DatabaseError, LaunchError
-from flashgen.launch import needs_wide_offsets, prepare
+from flashgen.dispatch.gradients import DifferentiablePlan, Gradients, Kept, RunBackward
+from flashgen.errors import BuildError, DatabaseError, LaunchError, UnsupportedError
+from flashgen.launch import needs_wide_offsets, prepare, prepare_backward
 from flashgen.problem import Problem
 from flashgen.record import Record
 
@@ -26,6 +28,7 @@ INTERPRETED_DEVICE = "h200"  # whose kernels Triton's interpreter runs for tenso
 
 _log = logging.getLogger("flashgen.dispatch")
 
+T = TypeVar("T")
 Result = Tensor | tuple[Tensor, Tensor]
 Run = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, float], None]
 
@@ -70,7 +73,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.plans: dict[Hashable, Plan] = {}
+        self.plans: dict[Hashable, Plan | DifferentiablePlan] = {}
         self._lock = threading.RLock()
         self._winners: tuple[Record, ...] | None = None
         self._devices: dict[torch.device, Device] = {}
@@ -125,46 +128,94 @@ class Planner:
         """Candidates that failed here, for problems that compile to the same kernels, and why."""
         return self._failures.setdefault((_kernel_fields(problem), device), {})
 
-    def _answered(self, call: Call, scale: float | None) -> tuple[Plan, Result]:
+    def _answered(self, call: Call, scale: float | None) -> tuple[Plan | DifferentiablePlan, Result]:
         problem, device = call.problem, self.device(call.device)
         space.require_supported(problem, device)
-        if problem.is_empty or problem.seqlen_kv == 0:
-            plan = _plan(call, _fill)
+
+        def answer(run: Run) -> tuple[Plan | DifferentiablePlan, Result]:
+            plan = self._plan(call, run, device)
             return plan, plan(call.query, call.key, call.value, scale)
+
+        if problem.is_empty or problem.seqlen_kv == 0:
+            return answer(_fill)
+        negative = scale is not None and scale < 0
+        return self._first_that_runs(problem, device, lambda choice: answer(self._launching(call, device, choice)), negative)
+
+    def _first_backward(self, problem: Problem, device: Device, kept: Kept, gradients: Gradients, scale: float) -> RunBackward:
+        """What computes the gradients of a backward problem; it is run once. Raises what `first_call` raises."""
+        if kept.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                "this signature's first backward pass is inside a CUDA graph capture, where nothing can be compiled; run it once before"
+            )
+
+        def run_once(choice: Choice) -> RunBackward:
+            wide = needs_wide_offsets(kept.strided_with(gradients))
+            run = prepare_backward(self._kernel(choice, problem, device, wide), problem, *kept, device)
+            run(*kept, *gradients, scale)
+            return run
+
+        with self._lock:
+            return self._first_that_runs(problem, device, run_once)
+
+    def _first_that_runs(self, problem: Problem, device: Device, attempt: Callable[[Choice], T], negative_scale: bool = False) -> T:
+        """What attempt gives for the first choice for which it does not raise BuildError or LaunchError."""
         failures = self.failures(problem, device)
         first_error: BuildError | LaunchError | None = None
-        negative, portable = scale is not None and scale < 0, interpreted()
-        for choice in choices(problem, device, self.winners(), negative_scale=negative, portable=portable, failures=failures):
+        for choice in choices(problem, device, self.winners(), negative_scale=negative_scale, portable=interpreted(), failures=failures):
             try:
-                plan = self._launching(call, device, choice)
-                result = plan(call.query, call.key, call.value, scale)
+                done = attempt(choice)
             except (BuildError, LaunchError) as error:
                 first_error = first_error or error
                 failures[choice.candidate] = str(error)
                 self._warn(choice.candidate.key, "the next choice is used, because on %s %s", device.name, error)
                 continue
             self._tell(choice, problem, device)
-            return plan, result
+            return done
         kind = type(first_error) if first_error else BuildError
         reasons = "; ".join(dict.fromkeys(failures.values()))
         raise kind(f"no choice runs on {device.name} with torch {torch.__version__}, CUDA {torch.version.cuda}: {reasons}") from first_error
 
-    def _launching(self, call: Call, device: Device, choice: Choice) -> Plan:
-        """A plan that launches the choice's kernel."""
+    def _launching(self, call: Call, device: Device, choice: Choice) -> Run:
+        """What launches the choice's kernel."""
         problem = call.problem
         out, lse = call.new_outputs()
-        wide = needs_wide_offsets((call.query, call.key, call.value, out))
+        kernel = self._kernel(choice, problem, device, needs_wide_offsets((call.query, call.key, call.value, out)))
+        return prepare(kernel, problem, call.query, call.key, call.value, out, lse, device)
+
+    def _kernel(self, choice: Choice, problem: Problem, device: Device, wide: bool) -> Kernel:
+        """The choice's kernel, built once."""
         constants = tuple(constants_of(choice.candidate, problem).items())
         identity = (choice.candidate, _kernel_fields(problem), constants, device, wide)
         if identity not in self._kernels:
             self._kernels[identity] = build(choice.candidate, problem, device, wide_offsets=wide)
-        return _plan(call, prepare(self._kernels[identity], problem, call.query, call.key, call.value, out, lse, device))
+        return self._kernels[identity]
+
+    def _plan(self, call: Call, run: Run, device: Device) -> Plan | DifferentiablePlan:
+        """How calls like this one are answered by run."""
+        out, lse = call.new_outputs()
+        plan = Plan(
+            run=run,
+            out_shape=tuple(out.shape),
+            lse_shape=None if lse is None else tuple(lse.shape),
+            like_query=(out.shape, out.stride()) == (call.query.shape, call.query.stride()),
+            scale=1 / math.sqrt(call.problem.head_dim_qk),
+            convert=call.copied,
+            cast=call.cast,
+        )
+        if not call.training:
+            return plan
+        return DifferentiablePlan(
+            forward=plan,
+            problem=call.problem,
+            return_lse=call.return_lse,
+            choose=lambda problem, kept, gradients, scale: self._first_backward(problem, device, kept, gradients, scale),
+        )
 
     def _tell(self, choice: Choice, problem: Problem, device: Device) -> None:
         """Say which choice a signature got: a warning the first time that nothing measured was near, else at level info."""
         away = "" if choice.distance is None else f" (distance {choice.distance:.2f})"
         said = f"{choice.how} choice{away} for {problem} on {device.name}: {choice.candidate}"
-        if choice.record is None:
+        if choice.record is None and problem.direction == "forward":  # backward passes cannot be tuned yet
             self._warn("unmeasured", "%s; no measured winner is near, tune this problem for one (more of this at level INFO)", said)
         _log.info("%s", said)
 
@@ -173,19 +224,6 @@ class Planner:
         if what not in self._warned:
             self._warned.add(what)
             _log.warning(message, *values)
-
-
-def _plan(call: Call, run: Run) -> Plan:
-    out, lse = call.new_outputs()
-    return Plan(
-        run=run,
-        out_shape=tuple(out.shape),
-        lse_shape=None if lse is None else tuple(lse.shape),
-        like_query=(out.shape, out.stride()) == (call.query.shape, call.query.stride()),
-        scale=1 / math.sqrt(call.problem.head_dim_qk),
-        convert=call.copied,
-        cast=call.cast,
-    )
 
 
 def _kernel_fields(problem: Problem) -> tuple[Hashable, ...]:

@@ -5,7 +5,6 @@ tensors can be seen without compiling. test_in_the_interpreter runs real ones.
 """
 
 import dataclasses
-import importlib
 import json
 import logging
 import math
@@ -33,120 +32,22 @@ from flashgen.errors import ArgumentError, ArgumentTypeError, BuildError, Launch
 from flashgen.problem import Problem
 from flashgen.record import Measurement, Provenance, Record, Status
 from flashgen.render import render
+from tests.cpu.torch_kernels import Kernels, close, expected, fresh_planner, tensors, torch_kernels
 
 H100, H200, A100 = Device.named("h100"), Device.named("h200"), Device.named("a100")
 PROBLEM = Problem(batch=4, heads_q=16, heads_kv=16, seqlen_q=4096, seqlen_kv=4096, head_dim_qk=128, head_dim_v=128, mask="causal")
 
 
-# ---- stand-ins -------------------------------------------------------------------------------------------------------
-
-
-def expected(
-    query: Tensor, key: Tensor, value: Tensor, *, causal: Any = False, window: Any = None, scale: Any = None
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) in float64 for tensors in bhsd."""
-    query, key, value = query.double(), key.double(), value.double()
-    group = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-    rows, keys = query.shape[2], key.shape[2]
-    left, right = (None if side == -1 else side for side in (window or (None, None)))
-    shift = 0 if causal == "top_left" else keys - rows
-    visible = torch.zeros(rows, keys, dtype=torch.bool)
-    for i in range(rows):
-        for j in range(keys):
-            seen = not causal or j <= i + shift
-            seen = seen and (left is None or j >= i + shift - left) and (right is None or j <= i + shift + right)
-            visible[i, j] = seen
-    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(~visible, -math.inf)
-    lse = torch.logsumexp(scores, -1)
-    weights = torch.exp(scores - lse[..., None].clamp(min=-1e300))
-    return weights @ value, lse
-
-
-@dataclasses.dataclass
-class Kernels:
-    """Counts what dispatch asked of build and launch, and makes it fail on demand."""
-
-    builds: list[tuple[Candidate, Problem, Device]] = dataclasses.field(default_factory=list)
-    launches: list[tuple[Problem, float]] = dataclasses.field(default_factory=list)
-    build_error: Any = lambda candidate: None
-    launch_error: Any = lambda candidate: None
-
-    def build(self, candidate: Candidate, problem: Problem, device: Device, *, wide_offsets: bool = False) -> Any:
-        self.builds.append((candidate, problem, device))
-        if error := self.build_error(candidate):
-            raise error
-        return types.SimpleNamespace(candidate=candidate, wide_offsets=wide_offsets)
-
-    def prepare(self, kernel: Any, problem: Problem, *tensors: Any) -> Any:
-        strides = [tensor.stride() for tensor in tensors[:4]]
-
-        def launch(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor | None, scale: float) -> None:
-            if error := self.launch_error(kernel.candidate):
-                raise error
-            self.launches.append((problem, scale))
-            given = (query, key, value, out)
-            assert strides == [tensor.stride() for tensor in given], "bound to other strides"
-            assert all(tensor.stride(-1) == 1 or tensor.shape[-1] == 1 for tensor in given)
-            if problem.aligned_16:
-                assert all(tensor.data_ptr() % 16 == 0 for tensor in given)
-            assert scale >= 0 or kernel.candidate.variant.scale_first
-            if problem.layout == "bshd":
-                given = tuple(tensor.transpose(1, 2) for tensor in given)
-            causal = {"full": False, "causal": True, "causal_top_left": "top_left"}[problem.mask]
-            result, logsumexp = expected(*given[:3], causal=causal, window=problem.window, scale=scale)
-            given[3].copy_(result)
-            assert (lse is not None) == problem.return_lse == kernel.candidate.variant.store_lse
-            if lse is not None:
-                lse.copy_(logsumexp)
-
-        return launch
-
-
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> plan.Planner:
-    """A planner that has seen nothing, in a process whose tensors on the CPU are run by the interpreter."""
-    planner = plan.Planner()
-    monkeypatch.setattr(dispatch, "_planner", planner)
-    monkeypatch.setattr(dispatch, "_plans", planner.plans)
-    importlib.import_module("triton")  # first, or it would be an interpreter for all tests of this process
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setenv("FLASHGEN_DATABASE", ":memory:")
-    return planner
+    """A planner that has seen nothing."""
+    return fresh_planner(monkeypatch)
 
 
 @pytest.fixture
 def kernels(fresh: plan.Planner, monkeypatch: pytest.MonkeyPatch) -> Kernels:
-    """Kernels that compute in PyTorch, and a database without winners."""
-    stand_in = Kernels()
-    monkeypatch.setattr(plan, "build", stand_in.build)
-    monkeypatch.setattr(plan, "prepare", stand_in.prepare)
-    fresh._winners = ()
-    return stand_in
-
-
-def tensors(
-    batch: int = 2,
-    heads_q: int = 4,
-    heads_kv: int = 2,
-    seqlen_q: int = 5,
-    seqlen_kv: int = 7,
-    head_dim: int = 16,
-    head_dim_v: int = 16,
-    **options: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(batch + 31 * seqlen_q + 7 * seqlen_kv)
-    make = lambda *shape: torch.randn(*shape, generator=generator).to(**({"dtype": torch.float16} | options))  # noqa: E731
-    return (
-        make(batch, heads_q, seqlen_q, head_dim),
-        make(batch, heads_kv, seqlen_kv, head_dim),
-        make(batch, heads_kv, seqlen_kv, head_dim_v),
-    )
-
-
-def close(out: Tensor, right: Tensor) -> None:
-    torch.testing.assert_close(out.double(), right, atol=4e-3 if out.dtype != torch.float32 else 1e-5, rtol=4e-3)
+    """Kernels that compute in PyTorch."""
+    return torch_kernels(fresh, monkeypatch)
 
 
 def winner(
@@ -430,20 +331,6 @@ def test_nested_tensors(kernels: Kernels) -> None:
         nested = torch.nested.nested_tensor([query[0], query[1]], layout=layout)
         with pytest.raises(UnsupportedError, match=r"query is a [Nn]ested"):
             flashgen.attention(nested, key, value)
-
-
-def test_gradients(kernels: Kernels) -> None:
-    """Refused by name where they are asked for, fine where they are not; a plan of one mode is not used in the other."""
-    query, key, value = tensors(dtype=torch.float32)
-    flashgen.attention(query, key, value)
-    key.requires_grad_()
-    for _ in range(2):
-        with pytest.raises(UnsupportedError, match=r"key requires grad.*torch.no_grad\(\)"):
-            flashgen.attention(query, key, value)
-        with torch.no_grad():
-            close(flashgen.attention(query, key, value), expected(query, key.detach(), value)[0])
-        with torch.inference_mode():
-            flashgen.attention(query, key, value)
 
 
 # ---- the second call -------------------------------------------------------------------------------------------------
