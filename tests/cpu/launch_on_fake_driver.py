@@ -38,6 +38,7 @@ FORMATS = {"*": ("<Q", 8), "i32": ("<i", 4), "i64": ("<q", 8), "fp32": ("<f", 4)
 
 launches, encoded, guarded = [], [], []
 types: list[str] = []
+types_of: dict[int, list[str]] = {}  # of functions that are launched among others
 refuse = 0
 
 
@@ -49,7 +50,7 @@ def read(address, kind):
 def on_launch(grid, threads, smem, stream, function, parameters):
     launches.append(
         {"grid": grid, "threads": threads, "stream": stream, "function": function}
-        | {"parameters": [read(parameters[place], kind) for place, kind in enumerate(types)]}
+        | {"parameters": [read(parameters[place], kind) for place, kind in enumerate(types_of.get(function, types))]}
     )
     return refuse
 
@@ -94,7 +95,7 @@ from flashgen.build import build, export  # noqa: E402
 from flashgen.candidate import Candidate, Config, Variant  # noqa: E402
 from flashgen.device import Device  # noqa: E402
 from flashgen.errors import FlashgenError  # noqa: E402
-from flashgen.launch import KEPT_MAPS, prepare  # noqa: E402
+from flashgen.launch import KEPT_MAPS, prepare, prepare_backward  # noqa: E402
 from flashgen.problem import Problem  # noqa: E402
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -318,6 +319,27 @@ seen["standalone"] = {
     "schedule": standalone.scheduled(12, 6, 3, 520, 520, -1040, 0, 7, "cpu").tolist(),
 }
 seen["hopper_constants"] = dict(kernel.constants)
+
+# A backward kernel: three functions, of which those run that a gradient needs. A call looks at the strides of the gradients.
+backward_problem = dataclasses.replace(problem, direction="backward")
+config = Config(block_m=32, block_n=64, num_warps=4, num_stages=2)
+kernel = build(Candidate(variant=Variant(family="backward", mask="causal", store_lse=True), config=config), backward_problem, H200)
+dout = FakeTensor((2, 6, 130, 64), (0, 0, 0, 1), 0x80000)
+dlse = FakeTensor.contiguous(2, 6, 130, address=0x90004, dtype=torch.float32)
+dq = FakeTensor.contiguous(2, 6, 130, 64, address=0xA0000)
+dk, dv = moved(key, 0xB0000), moved(value, 0xC0000)
+torch.empty, empty = lambda shape, dtype, device: FakeTensor.contiguous(*shape, address=0xD0000, dtype=dtype), torch.empty
+launch = prepare_backward(kernel, backward_problem, query, key, value, out, lse, dout, dlse, H200)
+functions = {function.on(1).function: function for function in kernel.functions}
+for handle, function in functions.items():
+    types_of[handle] = [kind for kind in function.compiled.src.signature.values() if kind != "constexpr"]
+for wanted in ((dq, dk, dv), (dq, None, None), (None, dk, None)):
+    launches.clear()
+    launch(query, key, value, out, lse, dout, dlse, *wanted, 0.125)
+    words = [name for name, gradient in zip(("dq", "dk", "dv"), wanted) if gradient is not None]
+    seen["_".join(["backward", *words])] = {functions[each["function"]].name: named(functions[each["function"]], each) for each in launches}
+seen["backward_unaligned"] = refused(launch, query, key, value, out, lse, moved(dout, 0x80002), dlse, dq, dk, dv, 1.0)
+torch.empty = empty
 
 # A release of Triton whose C function is not known goes through its Python launcher.
 for load in ("pointer", "tma"):

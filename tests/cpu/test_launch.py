@@ -177,6 +177,31 @@ def test_a_hopper_kernel_is_refused_for_another_mask(seen):
     assert seen["hopper_other_constants"].endswith("the kernel was built with 1")
 
 
+def test_a_backward_kernel_gets_its_functions_in_order(seen):
+    """Each has the strides of its own tensors, an expanded dout has none; delta is scratch that the launch allocates."""
+    launched = seen["backward_dq_dk_dv"]
+    assert list(launched) == ["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"]
+    rows, keys = 12 * 3, 6 * 4  # blocks of 64 queries, and of as many keys
+    assert [each["grid"] for each in launched.values()] == [rows, keys, rows]
+    delta, dkdv, dq = (each["parameters"] for each in launched.values())
+    dout = {"dout": 0x80000, "stride_dob": 0, "stride_doh": 0, "stride_dos": 0}
+    inputs = {"q": 0x10000, "k": 0x20000, "v": 0x30000, "lse": 0x50000, "delta": 0xD0000}
+    key = {"stride_kb": 200 * 256, "stride_kh": 64, "stride_ks": 256}
+    numbers = {"heads_q": 6, "heads_per_kv": 2, "seqlen_q": 130, "seqlen_kv": 200, "band_high": 70, "scale": 0.125}
+    assert {"out": 0x40000, "dlse": 0x90004, "lse": 0x50000, "delta": 0xD0000, "heads_q": 6, "seqlen_q": 130}.items() <= delta.items()
+    gradients = {"dk": 0xB0000, "dv": 0xC0000, "stride_dkb": 200 * 256, "stride_dkh": 64, "stride_dks": 256, "stride_dvs": 64}
+    assert (dout | inputs | key | numbers | gradients).items() <= dkdv.items()
+    assert (dout | inputs | key | numbers | {"dq": 0xA0000, "stride_dqb": 6 * 130 * 64, "stride_dqs": 64}).items() <= dq.items()
+
+
+def test_a_backward_kernel_launches_what_is_needed(seen):
+    """G08: and dv has a place of its own where dk alone is wanted."""
+    assert list(seen["backward_dq"]) == ["attention_backward_delta", "attention_backward_dq"]
+    assert list(seen["backward_dk"]) == ["attention_backward_delta", "attention_backward_dkdv"]
+    assert seen["backward_dk"]["attention_backward_dkdv"]["parameters"]["dv"] == 0xD0000
+    assert seen["backward_unaligned"].startswith("LaunchError: ") and "16-byte aligned" in seen["backward_unaligned"]
+
+
 @pytest.mark.parametrize("load", ["pointer", "tma", "hopper"])
 def test_an_unknown_release_launches_through_tritons_own_launcher(seen, load):
     """T22"""
