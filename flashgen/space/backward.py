@@ -109,13 +109,13 @@ def pick(problem: Problem, device: Device, fixed: dict[str, Any]) -> Candidate:
     dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
     if problem.itemsize == 4:
         block_m, block_n, num_warps, num_stages = 16, 32 if dim <= 64 else 16, 8, 1
+    elif dim <= 128 and device.capability < 90:
+        # 255 on sm_80 with head dim 128, where a window spills 8 bytes with 64 rows and needs 175 with 32. 64 x 128 spill 8 at 64.
+        block_m, block_n, num_warps, num_stages = 32 if dim > 64 and fixed["mask"] == "window" else 64, 64, 8, 2
     elif dim <= 64:
         block_m, block_n, num_warps, num_stages = 64, 128, 8, 2  # 215 on sm_90
-    elif dim <= 128 and device.capability >= 90:
-        block_m, block_n, num_warps, num_stages = 32, 128, 8, 2  # 246 on sm_90; 64 x 128 spill 800 bytes
     elif dim <= 128:
-        # 255 on sm_80, and with a window 8 bytes spilled; 32 rows need 176. 32 x 128 spill 8 bytes.
-        block_m, block_n, num_warps, num_stages = 32 if fixed["mask"] == "window" else 64, 64, 8, 2
+        block_m, block_n, num_warps, num_stages = 32, 128, 8, 2  # 246 on sm_90; 64 x 128 spill 128 bytes without a mask
     else:
         block_m, block_n, num_warps, num_stages = 16, 64, 8, 2  # 255 and 144 bytes spilled on sm_90, none on sm_80
     rows = _most_rows(problem)
