@@ -92,7 +92,7 @@ def unevenness(
         return math.ceil(tiles / slots) * slots / tiles, math.ceil(tiles / num_sms) * num_sms / tiles
     if longest_first:
         weights.reverse()
-    groups = [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
+    groups = _groups(heads, head_group)
 
     def in_order(groups: list[int]) -> Iterator[int]:
         return (weight for here in groups for weight in weights for _ in range(here))
@@ -156,11 +156,16 @@ def least_stages(problem: Problem, block_m: int, block_n: int) -> int:
 def head_groups(heads: int, head_group: int, tiles_of_head: int, programs: int) -> list[int]:
     """How many heads are walked together, group after group, by the programs of a hopper kernel: head_group, but the last groups are one,
     so that it has two tiles for each program, and with its short ones all end alike."""
-    groups = [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
+    groups = _groups(heads, head_group)
     while len(groups) > 1 and groups[-1] * tiles_of_head < 2 * programs:
         last = groups.pop()
         groups[-1] += last
     return groups
+
+
+def _groups(heads: int, head_group: int) -> list[int]:
+    """Sizes of groups of head_group heads; the last has what is left."""
+    return [head_group] * (heads // head_group) + [heads % head_group] * (heads % head_group > 0)
 
 
 @lru_cache(maxsize=256)
@@ -207,11 +212,8 @@ def imbalance(problem: Problem, block_m: int, block_n: int, longest_first: bool,
 
 def _works(problem: Problem, block_m: int, block_n: int) -> list[float]:
     """Work of each row block of a head, in blocks of keys."""
-    works = []
-    for row in range(0, problem.seqlen_q, block_m):
-        first, end = blocks_seen(problem, row, block_m, block_n)
-        works.append(max(1, end - first) + _BLOCKS_OF_A_TILE)
-    return works
+    rows = range(0, problem.seqlen_q, block_m)
+    return [blocks_walked(problem, row, block_m, block_n)[1] + _BLOCKS_OF_A_TILE for row in rows]
 
 
 @lru_cache(maxsize=1024)
@@ -223,12 +225,20 @@ def shares(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
         return loaded, loaded * warpgroups
     loaded = walked = 0
     for row in range(0, problem.seqlen_q, block_m):
-        first, end = blocks_seen(problem, row, block_m, block_n)
-        loaded += max(1, end - first)
-        for own in range(row, row + block_m, WARPGROUP_ROWS):
-            own_end = blocks_seen(problem, own, WARPGROUP_ROWS, block_n)[1] if skips(problem, block_m, block_n) else end
-            walked += max(1, min(own_end, end) - first)
+        first, count = blocks_walked(problem, row, block_m, block_n)
+        loaded += count
+        if skips(problem, block_m, block_n):
+            for own in range(row, row + block_m, WARPGROUP_ROWS):
+                walked += min(count, max(1, blocks_seen(problem, own, WARPGROUP_ROWS, block_n)[1] - first))
+        else:
+            walked += count * warpgroups
     return loaded, walked
+
+
+def blocks_walked(problem: Problem, row: int, block_m: int, block_n: int) -> tuple[int, int]:
+    """(first block of keys, how many) that a hopper kernel walks in the tile with this first row: one, even if no key is visible."""
+    first, end = blocks_seen(problem, row, block_m, block_n)
+    return first, max(1, end - first)
 
 
 def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flashgen import reference
 from flashgen.check.measures import Check, Errors, Size, dims_of, errors_of, gradient_limits, unfinished, where, wrong
-from flashgen.check.tensors import allocate, allocate_rows, fingerprint, inputs
+from flashgen.check.tensors import allocate, allocate_inputs, allocate_rows, fingerprint, inputs
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 
@@ -117,14 +117,7 @@ def prepare_backward(
         nothing = wanted.numel() == 0
         errors = Errors(0.0, 0.0, 0.0) if nothing else errors_of(honest, None, wanted, None, size.typical)
         limits.append(errors if nothing else gradient_limits(problem, scale, wanted, size, errors))
-    outputs = [
-        allocate(problem, device, heads, seqlen, head_dim)
-        for heads, seqlen, head_dim in (
-            (problem.heads_q, problem.seqlen_q, problem.head_dim_qk),
-            (problem.heads_kv, problem.seqlen_kv, problem.head_dim_qk),
-            (problem.heads_kv, problem.seqlen_kv, problem.head_dim_v),
-        )
-    ]
+    outputs = allocate_inputs(problem, device)
     return BackwardCase(
         problem=problem,
         seed=seed,

@@ -28,9 +28,8 @@ from torch import Tensor
 from flashgen.problem import Problem
 
 FACTOR = 2.0
-RELATIVE_FACTOR = (
-    1.5  # of gradients. PyTorch's backward of SDPA on a CPU has 1.0 to 1.3 times plain's error of dq, up to 2 of dk and dv (bf16)
-)
+# Of gradients. PyTorch's backward of SDPA on a CPU has 1.0 to 1.3 times plain's error of dq, up to 2 of dk and dv (bf16).
+RELATIVE_FACTOR = 1.5
 BLOCK_ROWS = 16
 
 

@@ -17,16 +17,22 @@ def inputs(problem: Problem, device: torch.device | str, seed: int) -> tuple[Ten
     is NaN, so that a kernel which reads it is found out.
     """
     random = torch.Generator(device).manual_seed(seed)
-    drawn = []
-    for heads, seqlen, head_dim in (
-        (problem.heads_q, problem.seqlen_q, problem.head_dim_qk),
-        (problem.heads_kv, problem.seqlen_kv, problem.head_dim_qk),
-        (problem.heads_kv, problem.seqlen_kv, problem.head_dim_v),
-    ):
-        tensor, _ = allocate(problem, device, heads, seqlen, head_dim)
+    query, key, value = (tensor for tensor, _ in allocate_inputs(problem, device))
+    for tensor in (query, key, value):
         tensor.copy_(torch.randn(tensor.shape, dtype=tensor.dtype, device=device, generator=random))
-        drawn.append(tensor)
-    return drawn[0], drawn[1], drawn[2]
+    return query, key, value
+
+
+def allocate_inputs(problem: Problem, device: torch.device | str) -> list[tuple[Tensor, Tensor]]:
+    """Tensors of the shapes of query, key and value, which are also those of their gradients, each with its buffer: see `allocate`."""
+    return [
+        allocate(problem, device, heads, seqlen, head_dim)
+        for heads, seqlen, head_dim in (
+            (problem.heads_q, problem.seqlen_q, problem.head_dim_qk),
+            (problem.heads_kv, problem.seqlen_kv, problem.head_dim_qk),
+            (problem.heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        )
+    ]
 
 
 def allocate(problem: Problem, device: torch.device | str, heads: int, seqlen: int, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -156,7 +156,7 @@ def bind_backward(
     gradients = [torch.empty(tensor.shape, device="meta") for tensor in (query, key, value)]
     wide_offsets = needs_wide_offsets((query, key, value, out, dout, *gradients))
     kernel = build(candidate, problem, device, wide_offsets=wide_offsets)
-    return prepare_backward(kernel, problem, query, key, value, out, lse, dout, dlse, device)
+    return prepare_backward(kernel, problem, query, key, value, out, lse, dout, dlse)
 
 
 def prepare_backward(
@@ -169,7 +169,6 @@ def prepare_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    device: Device,
 ) -> BackwardLaunch:
     """Binds the kernel to these tensors' shapes and strides, and loads it on their device.
 

@@ -26,7 +26,7 @@ from flashgen.launch.tensors import (
 )
 from flashgen.problem import Problem
 from flashgen.resources import programs_per_sm
-from flashgen.schedule import blocks_seen, tile_lists
+from flashgen.schedule import blocks_walked, tile_lists
 from flashgen.space import MOST_GRID
 
 
@@ -220,10 +220,7 @@ def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int)
     block_m, block_n = candidate.config.block_m, candidate.config.block_n
     lists = tile_lists(candidate, problem, programs)
     width = 1 + max(len(tiles) for tiles in lists)
-    walks = []
-    for row in range(0, problem.seqlen_q, block_m):
-        first, end = blocks_seen(problem, row, block_m, block_n)
-        walks.append((row, first, max(1, end - first)))
+    walks = [(row, *blocks_walked(problem, row, block_m, block_n)) for row in range(0, problem.seqlen_q, block_m)]
     group = problem.heads_q // problem.heads_kv
     numbers = array("i")
     for tiles in lists:

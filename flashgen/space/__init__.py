@@ -6,6 +6,7 @@ cannot be fast out, or what would be the same kernel as another candidate.
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
@@ -79,7 +80,7 @@ def from_axes(problem: Problem, device: Device, values: Mapping[str, Any]) -> Ca
     names = axes(problem, device, "triton").keys()
     if values.keys() != names:
         raise ArgumentError(f"axes are {', '.join(names)}; got {', '.join(values)}")
-    structure = {name: values[name] for name in _STRUCTURE if name in values}
+    structure = {name: values[name] for name in _STRUCTURE}
     numbers = {name: value for name, value in values.items() if name not in _STRUCTURE}
     return Candidate(variant=Variant(**(structure | required(problem))), config=Config(**numbers))
 
@@ -101,9 +102,6 @@ def variants(problem: Problem, device: Device) -> list[Variant]:
 
 def violations(candidate: Candidate, problem: Problem, device: Device) -> list[str]:
     """What is wrong with a candidate, as "name: message" with both numbers; nothing if it is legal."""
-    if problem.direction == "backward":
-        found = [*_required_violations(candidate.variant, required(problem)), *backward.violations(candidate, problem, device)]
-        return [f"{name}: {message}" for name, message in found]
     found = [*_tile_violations(candidate, problem, device)]
     if not found:  # the rest counts blocks, which needs sound numbers
         found += _required_violations(candidate.variant, required(problem))
@@ -210,16 +208,8 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
     """The legal candidates, and how many points each constraint removed. Tiles are judged once, not once for each order of work."""
     require_supported(problem, device)
     legal: list[Candidate] = []
-    removed: dict[str, int] = {}
+    removed: Counter[str] = Counter()
     fixed = required(problem)
-    if problem.direction == "backward":
-        for candidate in backward.points(problem, fixed):
-            broken = next(backward.violations(candidate, problem, device), None)
-            if broken is None:
-                legal.append(candidate)
-            else:
-                removed[broken[0]] = removed.get(broken[0], 0) + 1
-        return tuple(legal), tuple(removed.items())
 
     @cache
     def variant(**structure: Any) -> Variant:
@@ -235,7 +225,7 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
             first = Candidate(variant=variant(**shape), config=Config(**tile))
             broken = next(_tile_violations(first, problem, device), None)
             if broken is not None:
-                removed[broken[0]] = removed.get(broken[0], 0) + len(orders)
+                removed[broken[0]] += len(orders)
                 continue
             for order in orders:
                 numbers = Config(**tile, head_group=order["head_group"], persistent=order["persistent"])
@@ -245,22 +235,27 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
                 if broken is None:
                     legal.append(candidate)
                 else:
-                    removed[broken[0]] = removed.get(broken[0], 0) + 1
+                    removed[broken[0]] += 1
     return tuple(legal), tuple(removed.items())
 
 
 def _tile_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
     """Clauses about the tile and how it is loaded; they do not look at the order of work."""
-    if candidate.variant.backend == "hopper":
-        return hopper.tile_violations(candidate, problem, device)
-    return triton.tile_violations(candidate, problem, device)
+    found: Iterator[Violation] = _rules(candidate, problem).tile_violations(candidate, problem, device)
+    return found
 
 
 def _order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
     """Clauses about the order of work."""
-    if candidate.variant.backend == "hopper":
-        return hopper.order_violations(candidate, problem, device)
-    return triton.order_violations(candidate, problem, device)
+    found: Iterator[Violation] = _rules(candidate, problem).order_violations(candidate, problem, device)
+    return found
+
+
+def _rules(candidate: Candidate, problem: Problem) -> Any:
+    """The module that judges such candidates."""
+    if problem.direction == "backward":
+        return backward
+    return hopper if candidate.variant.backend == "hopper" else triton
 
 
 def _required_violations(variant: Variant, fixed: Mapping[str, object]) -> Iterator[Violation]:

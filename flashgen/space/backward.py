@@ -1,6 +1,5 @@
 """Legality of backward kernels, which are portable: a program owns block_n rows and walks block_m of the others at a time."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -15,27 +14,25 @@ from flashgen.schedule import tile_rows
 MOST_ACCUMULATORS = 128
 MOST_ACCUMULATORS_FP32 = 32  # ordinary cores take both operands from registers
 
+# What backward kernels have no choice of: the values of these fields.
+_PLAIN: tuple[tuple[Variant | Config, tuple[str, ...]], ...] = (
+    (Variant(family="backward"), ("backend", "load", "order", "ping_pong", "lazy_rescale", "longest_first", "scale_first")),
+    (Config(block_m=16, block_n=16, num_warps=4, num_stages=1), ("head_group", "persistent", "q_stages", "maxnreg")),
+)
+
 Violation = tuple[str, str]  # name of the constraint, message
 
 
 def axes(problem: Problem) -> dict[str, list[Any]]:
     """Choices of every knob."""
-    return {
+    plain = {name: [getattr(part, name)] for part, names in _PLAIN for name in names if name != "scale_first"}
+    return plain | {
         "block_m": [16, 32, 64, 128],
         "block_n": [16, 32] if problem.itemsize == 4 else [32, 64, 128],
         "num_warps": [4, 8],
         "num_stages": [1, 2, 3],
         "masked_apart": [True, False],
     }
-
-
-def points(problem: Problem, fixed: dict[str, Any]) -> Iterator[Candidate]:
-    """Every point of the grid, in a fixed order."""
-    choices = axes(problem)
-    for point in itertools.product(*choices.values()):
-        numbers = dict(zip(choices, point))
-        structure = Variant(**{**fixed, "masked_apart": numbers.pop("masked_apart")})
-        yield Candidate(variant=structure, config=Config(**numbers))
 
 
 def smem_bytes(candidate: Candidate, problem: Problem, device: Device) -> int:
@@ -53,19 +50,14 @@ def smem_bytes(candidate: Candidate, problem: Problem, device: Device) -> int:
     return total
 
 
-def violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
+def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
     """Clauses in the order in which they are judged."""
-    variant, config = candidate.variant, candidate.config
-    plain_variant = Variant(family="backward")
-    for name in ("backend", "load", "order", "ping_pong", "lazy_rescale", "longest_first", "scale_first"):
-        value, needed = getattr(variant, name), getattr(plain_variant, name)
-        if value != needed:
-            yield name, f"is {value!r}, must be {needed!r}: backward kernels have no such choice"
-    plain_config = Config(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    for name in ("head_group", "persistent", "q_stages", "maxnreg"):
-        value, needed = getattr(config, name), getattr(plain_config, name)
-        if value != needed:
-            yield name, f"is {value!r}, must be {needed!r}: backward kernels have no such choice"
+    config = candidate.config
+    for part, (plain, names) in zip((candidate.variant, config), _PLAIN):
+        for name in names:
+            value, needed = getattr(part, name), getattr(plain, name)
+            if value != needed:
+                yield name, f"is {value!r}, must be {needed!r}: backward kernels have no such choice"
 
     # Triton's tensors have powers of two of elements, and its products at least 16 rows, columns and depth.
     for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
@@ -101,6 +93,11 @@ def violations(candidate: Candidate, problem: Problem, device: Device) -> Iterat
     longest = _longest_loop(problem, config.block_m)
     if config.num_stages > longest:
         yield "num_stages", f"is {config.num_stages}, the longest loop has {longest} blocks"
+
+
+def order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
+    """Clauses about the order of work: a backward kernel has none to choose."""
+    return iter(())
 
 
 def pick(problem: Problem, device: Device, fixed: dict[str, Any]) -> Candidate:

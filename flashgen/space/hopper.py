@@ -150,10 +150,7 @@ def order_violations(candidate: Candidate, problem: Problem, device: Device) -> 
     if config.head_group > max(1, heads):
         yield "head_group", f"is {config.head_group}, batch * heads_q is {heads}"
     elif config.head_group > 1 and not ordered:
-        yield (
-            "head_group",
-            f"is {config.head_group}, but {idle}",
-        )
+        yield "head_group", f"is {config.head_group}, but {idle}"
 
 
 def is_ordered(problem: Problem, device: Device, block_m: int) -> bool:

@@ -7,9 +7,6 @@ test_in_the_interpreter runs real ones.
 import copy
 import dataclasses
 import gc
-import os
-import subprocess
-import sys
 import threading
 import types
 import weakref
@@ -27,7 +24,7 @@ from flashgen.dispatch import plan
 from flashgen.errors import ArgumentTypeError, BuildError, LaunchError, UnsupportedError
 from flashgen.record import Measurement, Provenance, Record, Status
 from flashgen.render import render
-from tests.cpu.torch_kernels import Kernels, close, expected, expected_gradients, fresh_planner, tensors, torch_kernels
+from tests.cpu.torch_kernels import Kernels, close, expected, expected_gradients, fresh_planner, run_interpreted, tensors, torch_kernels
 
 
 @pytest.fixture
@@ -629,13 +626,5 @@ def test_explain_names_the_kernels_of_both_directions(kernels: Kernels) -> None:
 
 
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    """The whole way with generated kernels, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "FLASHGEN_DATABASE": str(tmp_path / "new.db"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    script = Path(__file__).with_name("interpreted_autograd.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "all right" in done.stdout
+    """The whole way with generated kernels."""
+    run_interpreted("interpreted_autograd.py", tmp_path / "new.db")

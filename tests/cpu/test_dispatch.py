@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import subprocess
 import sys
 import threading
 import types
@@ -32,7 +31,7 @@ from flashgen.errors import ArgumentError, ArgumentTypeError, BuildError, Launch
 from flashgen.problem import Problem
 from flashgen.record import Measurement, Provenance, Record, Status
 from flashgen.render import render
-from tests.cpu.torch_kernels import Kernels, close, expected, fresh_planner, tensors, torch_kernels
+from tests.cpu.torch_kernels import Kernels, close, expected, fresh_planner, run_interpreted, tensors, torch_kernels
 
 H100, H200, A100 = Device.named("h100"), Device.named("h200"), Device.named("a100")
 PROBLEM = Problem(batch=4, heads_q=16, heads_kv=16, seqlen_q=4096, seqlen_kv=4096, head_dim_qk=128, head_dim_v=128, mask="causal")
@@ -750,16 +749,8 @@ def test_explain_tensors(kernels: Kernels) -> None:
 
 
 def test_in_the_interpreter(tmp_path: Path) -> None:
-    """The whole way with generated kernels, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = os.environ | {
-        "TRITON_INTERPRET": "1",
-        "FLASHGEN_DATABASE": str(tmp_path / "new.db"),
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    script = Path(__file__).with_name("interpreted_dispatch.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=250, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "all right" in done.stdout
+    """The whole way with generated kernels."""
+    run_interpreted("interpreted_dispatch.py", tmp_path / "new.db")
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,14 @@
-"""Kernels that compute attention and its gradients in PyTorch from an explicit boolean mask, in place of compiled ones."""
+"""Kernels that compute attention and its gradients in PyTorch from an explicit boolean mask, in place of compiled ones; and a run with
+generated ones."""
 
 import dataclasses
 import importlib
 import math
+import os
+import subprocess
+import sys
 import types
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,3 +184,12 @@ def tensors(
 
 def close(out: Tensor, right: Tensor) -> None:
     torch.testing.assert_close(out.double(), right, atol=4e-3 if out.dtype != torch.float32 else 1e-5, rtol=4e-3)
+
+
+def run_interpreted(script: str, database: Path) -> None:
+    """Runs a script beside this file with generated kernels, in a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "FLASHGEN_DATABASE": str(database), "PYTHONPATH": os.pathsep.join(sys.path)}
+    path = Path(__file__).with_name(script)
+    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=250, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "all right" in done.stdout
