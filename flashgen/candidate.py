@@ -36,9 +36,13 @@ class Variant:
     scale_first      scores are scaled before their row maximum is taken: right for negative scales too, one product an element
                      more. Without it the scale must be at least 0.
     store_lse        the kernel also writes the log-sum-exp of each row; a backward kernel reads its gradient.
+    fused            the loop of a backward hopper kernel that sums dk and dv also adds to dq, through TMA, in the order in which programs
+                     come along: five products a pair of query and key, and not deterministic. Else dq has a loop of its own: seven.
+    split_roles      of two warpgroups of a backward hopper kernel one sums dv, the other dk, for the same keys, so that accumulators of
+                     head dims above 128 fit. Else each has keys of its own, and sums both.
 
-    A backward module knows mask, masked_apart, padded and store_lse, and loads by pointers. Right for scales of any sign, it has no
-    scale_first.
+    A backward module is right for scales of any sign, and has no scale_first. A portable one knows mask, masked_apart, padded and
+    store_lse, and loads by pointers; a hopper one mask, store_lse, fused and split_roles, and loads by TMA.
     """
 
     family: str = "forward"
@@ -53,6 +57,8 @@ class Variant:
     padded: bool = False
     scale_first: bool = False
     store_lse: bool = False
+    fused: bool = False
+    split_roles: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():
