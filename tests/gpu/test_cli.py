@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from flashgen.cli import app
 from flashgen.database import Database
+from flashgen.report.tables import NOTHING_MEASURED
 
 pytestmark = pytest.mark.gpu
 
@@ -32,4 +33,4 @@ def test_demo(tmp_path: Path) -> None:
     assert data["attention"]["ok"]
     assert data["attention"]["how"] == "exact"
     assert {row["peer"]["name"] for row in data["outcome"]["peers"]} >= {"flash"}
-    assert "Nothing was measured" not in page.read_text()
+    assert NOTHING_MEASURED not in page.read_text()
