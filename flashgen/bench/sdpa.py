@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 from flashgen.record import Peer
 
@@ -23,25 +24,34 @@ BACKENDS = {
 }
 MATH_SCORES_BYTES = 4 * 2**30  # the math backend keeps float32 scores of all heads, in several copies
 
+Results = Tensor | tuple[Tensor, ...]
 
-def peers(problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> dict[str, Callable[[], Tensor]]:
-    """The backends that compute this problem, as calls on tensors in its layout that return out in its layout.
 
-    Each has run once. A window has no peer, nor has a causal mask where the lengths differ: SDPA's backends do not agree on the
-    diagonal there. LSE is not among what they return.
+def peers(
+    problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None, dout: Tensor | None = None
+) -> dict[str, Callable[[], Results]]:
+    """The backends that compute this problem, as calls on tensors in its layout that return out, or (dq, dk, dv), in its layout.
+
+    Each has run once. dout, the gradient of out, is there for a backward problem: its peers keep what their own forward pass, which runs
+    here, leaves them, and a call is the backward pass alone. A window has no peer, nor has a causal mask where the lengths differ:
+    SDPA's backends do not agree on the diagonal there. LSE is not among what they return or have gradients of, and they know of
+    no `deterministic`. Raises ArgumentError if dout is missing or of no use.
     """
-    problem.require_forward("the bench")
+    if (dout is not None) != (problem.direction == "backward"):
+        raise ArgumentError(
+            f"dout is {'None' if dout is None else 'given'} and direction is {problem.direction!r}; backward problems have one"
+        )
     if problem.window != (None, None) or (problem.mask != "full" and problem.seqlen_q != problem.seqlen_kv):
         return {}
     scores_bytes = 4 * problem.batch * problem.heads_q * problem.seqlen_q * problem.seqlen_kv
-    able: dict[str, Callable[[], Tensor]] = {}
-    for name in BACKENDS:
+    able: dict[str, Callable[[], Results]] = {}
+    for name, backend in BACKENDS.items():
         if name == "math" and scores_bytes > MATH_SCORES_BYTES:
             continue
-        call = functools.partial(_attention, BACKENDS[name], problem, query, key, value, scale)
         try:
             with warnings.catch_warnings():  # each reason why a backend is refused is a warning of its own
                 warnings.simplefilter("ignore")
+                call = _call(backend, problem, query, key, value, scale, dout)
                 call()
                 if query.is_cuda:
                     torch.cuda.synchronize(query.device)
@@ -62,6 +72,17 @@ def peer(name: str) -> Peer:
         number = cudnn.version()
         version += "" if number is None else f", cuDNN {number // 10000}.{number // 100 % 100}.{number % 100}"
     return Peer(name=name, version=version)
+
+
+def _call(
+    backend: SDPBackend, problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dout: Tensor | None
+) -> Callable[[], Results]:
+    if dout is None:
+        return functools.partial(_attention, backend, problem, query, key, value, scale)
+    query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+    with torch.enable_grad():
+        out = _attention(backend, problem, query, key, value, scale)
+    return functools.partial(torch.autograd.grad, out, (query, key, value), dout, retain_graph=True)
 
 
 def _attention(backend: SDPBackend, problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:

@@ -4,12 +4,22 @@ Kernels write to outputs filled with NaN; what lies between and around the rows 
 several ways, each against a limit of its own, so that no kind of fault can hide behind another: see `measures`.
 """
 
-from flashgen.check.backward import BackwardCase, BackwardLaunch, Gradients, check_backward, judge_backward, prepare_backward
+from flashgen.check.backward import (
+    BACKWARD_SCALES,
+    BackwardCase,
+    BackwardLaunch,
+    Gradients,
+    check_backward,
+    judge_backward,
+    prepare_backward,
+    stress_backward,
+)
 from flashgen.check.forward import STRESS_SCALES, Case, Launch, check, judge, prepare, stress
 from flashgen.check.measures import BLOCK_ROWS, FACTOR, Check, Errors
 from flashgen.check.tensors import GUARD, inputs
 
 __all__ = [
+    "BACKWARD_SCALES",
     "BLOCK_ROWS",
     "FACTOR",
     "GUARD",
@@ -29,4 +39,5 @@ __all__ = [
     "prepare",
     "prepare_backward",
     "stress",
+    "stress_backward",
 ]

@@ -1,7 +1,7 @@
 """Backward: the check of dq, dk and dv, each against limits of its own."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -10,9 +10,12 @@ from torch import Tensor
 
 from flashgen import reference
 from flashgen.check.measures import Check, Errors, Size, dims_of, errors_of, gradient_limits, unfinished, where, wrong
+from flashgen.check.stressing import stressed
 from flashgen.check.tensors import allocate, allocate_inputs, allocate_rows, fingerprint, inputs
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
+
+BACKWARD_SCALES = (None, 1.0, -0.125, 0.0)
 
 
 class BackwardLaunch(Protocol):
@@ -179,6 +182,48 @@ def judge_backward(dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, case
                 message = f"{measure} error of {name}, {measured:.3g}, is above {limit:.3g}{place}"
                 break
     return wrong(nearest, message) if message else nearest
+
+
+def stress_backward(
+    launch: BackwardLaunch,
+    problem: Problem,
+    device: torch.device | str,
+    *,
+    seed: int,
+    same_dq: bool = True,
+    scales: Sequence[float | None] = BACKWARD_SCALES,
+    repeats: int = 100,
+) -> Check:
+    """The harder check that a winner must pass: several scales, each on inputs of its own, and bitwise the same gradients again and again.
+
+    same_dq False: the kernel adds to dq in whatever order programs come along, so dq need not keep its bits, only its limits, each time.
+    Seeds are seed, seed + 1 ... for the scales in turn; `repeats` runs on the inputs of the first scale follow. Returns the first
+    verdict that is not ok, else that of the first scale.
+    """
+    return stressed(
+        lambda number, scale: prepare_backward(problem, device, number, scale),
+        lambda case: check_backward(launch, case),
+        lambda case: _changes(launch, case, repeats, same_dq),
+        seed=seed,
+        scales=scales,
+    )
+
+
+def _changes(launch: BackwardLaunch, case: BackwardCase, repeats: int, same_dq: bool) -> str:
+    """What is wrong with the first repeat whose gradients are not those that the case holds now; empty if all are."""
+    expected = Gradients(*(gradient.clone() for gradient in case.gradients))
+    for number in range(1, repeats + 1):
+        case.poison()
+        case.bind(launch)()
+        run = f"run {number} of {repeats} on the same inputs"
+        for name, result, same in zip(Gradients._fields, case.gradients, expected):
+            if (same_dq or name != "dq") and not torch.equal(result, same):
+                return f"{run} gave another {name}"
+        if not same_dq:
+            verdict = judge_backward(case.gradients.dq, None, None, case)
+            if not verdict.ok:
+                return f"{run}: {verdict.message}"
+    return ""
 
 
 def _given(problem: Problem, device: torch.device | str, seed: int, scale: float, expanded_dout: bool) -> Given:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from flashgen import reference
 from flashgen.check.measures import Check, Errors, dims_of, errors_of, limits_of, unfinished, where, wrong
+from flashgen.check.stressing import stressed
 from flashgen.check.tensors import allocate, allocate_rows, fingerprint, inputs
-from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 
 STRESS_SCALES = (None, 1.0, 0.125, 0.0)
@@ -140,32 +140,25 @@ def stress(
     Seeds are seed, seed + 1 ... for the scales in turn; `repeats` runs on the inputs of the first scale follow. Returns the first
     verdict that is not ok, else that of the first scale. Kernels that take no negative scale are not to be given one.
     """
-    first: Check | None = None
-    for number, scale in enumerate(scales):
-        case = prepare(problem, device, seed + number, scale)
-        result = check(launch, case)
-        if not result.ok:
-            return wrong(result, f"with scale {case.scale:.6g} and seed {case.seed}: {result.message}")
-        if first is None:
-            first = result
-            changed = _first_change(launch, case, repeats)
-            if changed is not None:
-                return wrong(result, f"run {changed} of {repeats} on the same inputs gave another result")
-    if first is None:
-        raise ArgumentError("scales is empty; there must be at least one")
-    return first
+    return stressed(
+        lambda number, scale: prepare(problem, device, number, scale),
+        lambda case: check(launch, case),
+        lambda case: _changes(launch, case, repeats),
+        seed=seed,
+        scales=scales,
+    )
 
 
-def _first_change(launch: Launch, case: Case, repeats: int) -> int | None:
-    """Number of the first repeat whose results differ by a bit from those that the case holds now; None if none does."""
+def _changes(launch: Launch, case: Case, repeats: int) -> str:
+    """Which repeat, if any, gives results that differ by a bit from those that the case holds now."""
     expected = [tensor.clone() for tensor in (case.out, case.lse) if tensor is not None]
     for number in range(1, repeats + 1):
         case.poison()
         case.bind(launch)()
         results = [tensor for tensor in (case.out, case.lse) if tensor is not None]
         if not all(torch.equal(result, same) for result, same in zip(results, expected)):
-            return number
-    return None
+            return f"run {number} of {repeats} on the same inputs gave another result"
+    return ""
 
 
 def _attention(

@@ -622,3 +622,53 @@ def test_each_direction_has_its_own_check():
         check.prepare_backward(problem(), "cpu", 0)
     with pytest.raises(UnsupportedError, match="direction is 'backward'"):
         check.prepare(backward_problem(), "cpu", 0)
+
+
+def test_backward_winners_pass_the_stress():
+    of = backward_problem()
+    seen = []
+
+    def launch(*tensors):
+        seen.append((tensors[10], float(tensors[0][0, 0, 0, 0])))
+        right_backward(of)(*tensors)
+
+    result = check.stress_backward(launch, of, "cpu", seed=3, repeats=4)
+    assert result.ok, result.message
+    assert len(seen) == 4 + 4 and {scale for scale, _ in seen} == {1 / math.sqrt(32), 1.0, -0.125, 0.0}
+    assert len({drawn for _, drawn in seen}) == 4  # fresh inputs for every scale
+    with pytest.raises(ArgumentError):
+        check.stress_backward(launch, of, "cpu", seed=3, scales=())
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_gradients_that_are_now_and_then_wrong_are_wrong(name):
+    """T07, G09: other bits in one of twenty runs; those of dq may be in the kernel's order of work, but dq must be right each time."""
+    of = backward_problem()
+
+    def flaky(factor):
+        chance = random.Random(1)
+
+        def spoil(dq, dk, dv):
+            if chance.random() < 0.05:
+                {"dq": dq, "dk": dk, "dv": dv}[name][0, 0, 20, 0] *= factor
+
+        return then_backward(of, spoil)
+
+    result = check.stress_backward(flaky(1.001), of, "cpu", seed=0, scales=[None], repeats=40)
+    assert not result.ok and result.message.endswith(f"on the same inputs gave another {name}")
+    assert check.stress_backward(flaky(1.001), of, "cpu", seed=0, scales=[None], repeats=40, same_dq=False).ok == (name == "dq")
+    result = check.stress_backward(flaky(100.0), of, "cpu", seed=0, scales=[None], repeats=40, same_dq=False)
+    assert not result.ok and name in result.message
+
+
+@pytest.mark.parametrize("good", [-0.125, 1.0])
+def test_gradients_that_are_right_for_one_scale_only_are_wrong(good):
+    """T07"""
+    of = backward_problem()
+
+    def launch(*tensors):
+        right_backward(of)(*tensors[:10], good)
+
+    assert check.check_backward(launch, check.prepare_backward(of, "cpu", 0, good)).ok
+    result = check.stress_backward(launch, of, "cpu", seed=0, repeats=0)
+    assert not result.ok and "with scale" in result.message

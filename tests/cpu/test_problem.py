@@ -3,10 +3,8 @@
 from dataclasses import replace
 
 import pytest
-import torch
 
 from flashgen import Problem, canonical, cost, space
-from flashgen.bench import sdpa
 from flashgen.build import standalone
 from flashgen.database import Database
 from flashgen.device import Device
@@ -61,13 +59,11 @@ def test_directions_are_named():
 
 def test_what_cannot_answer_a_backward_problem_says_so(tmp_path):
     candidate = space.portable_default(FORWARD, H200)
-    tensor = torch.zeros(0)
     asked = {
         "the cost model": lambda: cost.estimate(candidate, BACKWARD, H200),
         "the search": lambda: Session("h200", Database.memory()).tune(BACKWARD),
         "explain": lambda: explained(BACKWARD, H200, ()),
         "export": lambda: standalone.export(candidate, BACKWARD, H200, tmp_path),
-        "the bench": lambda: sdpa.peers(BACKWARD, tensor, tensor, tensor),
     }
     asked_too = {"the search": lambda: predict(BACKWARD, H200, Database.memory())}
     for calls in (asked, asked_too):
