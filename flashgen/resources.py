@@ -13,12 +13,20 @@ _BESIDE = 15  # accumulators, scores and probabilities
 _PIPELINE = 18  # more, with more than one stage or a mask
 _MASK = 6  # more, with a mask
 _POINTER = 50  # more, for addresses and bounds where pointers load the tiles, and one for each element of a K tile
+# Of a portable backward kernel, fitted to 84 that Triton 3.6 compiled: right to 18 mostly, its spills to a factor of 3.
+_BESIDE_BACKWARD = 65  # beside sums, scores and addresses
+_BESIDE_BACKWARD_MMA_SYNC = 137  # products take both operands from registers
+_BYTES_A_MISSING_REGISTER = 2.5
 _BESIDE_HOPPER = 25  # of a consumer of a hopper kernel, at least
 # More, with a window, whose three loops keep more bounds at hand: 192 x 128 at head dim 64 spills 128 to 264 bytes, 10 to 40 loads and
 # stores of them between two products, while 128 x 128 spills 16 at most, outside its loops (sm_90a, Triton 3.6 and 3.9).
 _WINDOW_HOPPER = 12
 _SPARE_HOPPER = 10  # more, that it takes if there are any
 _MASK_HOPPER = 20  # and with a mask
+
+# Buffers of score gradients in a fused backward kernel, by block_m: dq of a step is multiplied one step later.
+DSCORE_BUFFERS = {64: 4, 128: 3}
+_BARRIERS = 512  # bytes of shared memory for barriers, and what the first warps pass on to the others
 
 # Spilled bytes that cost nothing: they lie outside the loop.
 _FREE_SPILL = 60.0
@@ -32,7 +40,8 @@ def uses_warpgroups(candidate: Candidate, problem: Problem, device: Device) -> b
 
 def _warpgroups(candidate: Candidate, problem: Problem, capability: int) -> bool:
     config = candidate.config
-    return 90 <= capability < 120 and problem.itemsize == 2 and config.num_warps % 4 == 0 and config.block_m >= 64
+    rows = config.block_n if candidate.variant.family == "backward" else config.block_m
+    return 90 <= capability < 120 and problem.itemsize == 2 and config.num_warps % 4 == 0 and rows >= 64
 
 
 def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = None) -> int:
@@ -40,6 +49,8 @@ def smem_bytes(candidate: Candidate, problem: Problem, device: Device | None = N
 
     Found by compiling for sm_80 and sm_90a; exact to about 128 bytes.
     """
+    if candidate.variant.family == "backward":
+        return _backward_smem_bytes(candidate, problem, device)
     if candidate.variant.backend == "hopper":
         return _hopper_smem_bytes(candidate, problem)
     config, size = candidate.config, problem.itemsize
@@ -75,6 +86,38 @@ def _hopper_smem_bytes(candidate: Candidate, problem: Problem) -> int:
     return tiles * problem.itemsize + 8 * barriers + 256  # what the first warps pass on to the others
 
 
+def _backward_smem_bytes(candidate: Candidate, problem: Problem, device: Device | None) -> int:
+    """Of the hungriest function, that of dk and dv. Of a portable kernel right to 8 %, and never less, as Triton 3.6 lays it out."""
+    variant, config, size = candidate.variant, candidate.config, problem.itemsize
+    block_m, block_n = config.block_m, config.block_n
+    if variant.backend == "hopper":
+        dim_qk, dim_v = specialised_dims(problem)
+        # K and V stay; Q and dO have slots, with two numbers a query beside them.
+        total = block_n * (dim_qk + dim_v) * size + config.num_stages * block_m * ((dim_qk + dim_v) * size + 8)
+        if variant.split_roles:  # one warpgroup hands the weights to the other
+            total += 2 * block_n * block_m * size
+        elif variant.fused:  # both need all score gradients of a step for their half of dq, which leaves from a buffer of its own
+            total += (DSCORE_BUFFERS[block_m] * block_n * block_m) * size
+            total += 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
+        return total + _BARRIERS
+    row_bytes = (tile_dim(problem.head_dim_qk) + tile_dim(problem.head_dim_v)) * size
+    # What is walked has num_stages buffers, or one less where products read registers (mma.sync) and a tile is free once it was read.
+    from_smem = 90 <= (90 if device is None else device.capability) < 120 and size == 2 and block_n >= 64
+    buffers = max(1, config.num_stages if from_smem else config.num_stages - 1)
+    total = (block_n + buffers * block_m) * row_bytes + 8 * block_m * buffers
+    if not from_smem:
+        total += block_m * block_n * size  # weights change layout
+        if size == 2 and config.num_stages == 1:
+            total += block_m * row_bytes // 2  # and so do tiles that products read both ways
+    return total
+
+
+def dq_columns(block_m: int, dim_qk: int) -> int:
+    """Columns of a step's dq of which a warpgroup of a fused kernel computes 64 rows: of 64 queries each has half of the columns, of 128
+    all of them for half of the queries."""
+    return dim_qk if block_m > WARPGROUP_ROWS else dim_qk // 2
+
+
 def consumer_registers(config: Config) -> int:
     """Registers of a consumer's thread in a hopper kernel: three warpgroups share what two have."""
     return 240 if config.block_m <= 2 * WARPGROUP_ROWS else 160
@@ -101,6 +144,8 @@ def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
     A thread holds its accumulators, its scores, and the probabilities in the inputs' type; in need, half of these take the place of
     scores. A register that is still missing is spilled about twice.
     """
+    if candidate.variant.family == "backward":
+        return _backward_guess(candidate, problem, device)
     config, size = candidate.config, problem.itemsize
     masked = candidate.variant.mask != "full"
     limit = register_limit(candidate, device)
@@ -126,6 +171,33 @@ def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
     return Resources(
         registers=max(1, math.ceil(min(wanted, limit))),
         spill_bytes=math.ceil(8 * max(0.0, least - limit)),
+        smem_bytes=smem_bytes(candidate, problem, device),
+        binary_sha256="",
+    )
+
+
+def _backward_guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
+    """A thread holds its part of dk and dv, scores, their gradients, and addresses of what it loads."""
+    config, size = candidate.config, problem.itemsize
+    limit, threads = register_limit(candidate, device), 32 * config.num_warps
+    if candidate.variant.backend == "hopper":
+        dims = specialised_dims(problem)
+        gathered = config.block_n * (max(dims) if candidate.variant.split_roles else sum(dims)) / threads
+        if candidate.variant.split_roles:
+            gathered *= 2  # each of the warpgroups has one sum, for all keys
+        scores = WARPGROUP_ROWS * config.block_m / 128
+        wanted = gathered + (1 + size / 4) * scores + _BESIDE_HOPPER
+    else:
+        columns = tile_dim(problem.head_dim_qk) + tile_dim(problem.head_dim_v)
+        gathered = config.block_n * columns / threads
+        scores = config.block_m * config.block_n / threads
+        if uses_warpgroups(candidate, problem, device):
+            wanted = gathered + 2 * scores + config.block_m * columns / threads + _BESIDE_BACKWARD
+        else:
+            wanted = gathered + size / 2 * scores + _BESIDE_BACKWARD_MMA_SYNC
+    return Resources(
+        registers=max(1, math.ceil(min(wanted, limit))),
+        spill_bytes=math.ceil(_BYTES_A_MISSING_REGISTER * max(0.0, wanted - limit)),
         smem_bytes=smem_bytes(candidate, problem, device),
         binary_sha256="",
     )

@@ -11,9 +11,11 @@ from flashgen.candidate import Candidate
 from flashgen.problem import Problem
 
 WARPGROUP_ROWS = 64  # of a product of one warpgroup
+DQ_ROWS, DQ_KEYS = 128, 64  # that a program of a backward hopper kernel owns, and walks at a time, where dq has a loop of its own
 MOST_PART = 128  # columns of the output that a warpgroup of a hopper kernel writes at once
 _BLOCKS_OF_A_TILE = 0.7  # a tile of a hopper kernel costs as much outside its loop as about so many blocks of keys
 _KEYS_OF_A_TILE = 96  # a tile of any kernel costs as much outside its loop as about this many keys inside it
+_QUERIES_OF_A_TILE = 160  # and a block of keys of a backward kernel as this many queries
 
 
 def tile_dim(head_dim: int) -> int:
@@ -28,7 +30,8 @@ def tile_rows(seqlen: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Walk:
-    """Blocks of keys that one head's row blocks walk: without a cut, and cut by the mask or the end; sums over the row blocks."""
+    """Blocks of keys that one head's row blocks walk: without a cut, and cut by the mask or the end; sums over the row blocks. Or blocks
+    of queries that blocks of keys walk: then row blocks are of keys, and a row block sees queries."""
 
     row_blocks: int
     whole: int
@@ -41,8 +44,18 @@ class Walk:
 @lru_cache(maxsize=4096)
 def walk(problem: Problem, block_m: int, block_n: int) -> Walk:
     """How the template walks this problem with these tiles."""
+    return _walk(*problem.band, problem.seqlen_q, problem.seqlen_kv, block_m, block_n)
+
+
+@lru_cache(maxsize=4096)
+def walk_queries(problem: Problem, block_m: int, block_n: int) -> Walk:
+    """The other way round, for the sums over queries of a backward kernel: blocks of block_n keys walk blocks of block_m queries."""
     low, high = problem.band
-    seqlen_q, seqlen_kv = problem.seqlen_q, problem.seqlen_kv
+    opposite = None if high is None else -high, None if low is None else -low
+    return _walk(*opposite, problem.seqlen_kv, problem.seqlen_q, block_n, block_m)
+
+
+def _walk(low: int | None, high: int | None, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int) -> Walk:
     row_blocks = -(-seqlen_q // block_m)
     if low is None and high is None:
         whole, cut = seqlen_kv // block_n, int(seqlen_kv % block_n > 0)
@@ -84,10 +97,27 @@ def unevenness(
     An SM has `programs` of them. Tiles go to the next free one in launch order, or in turn if persistent. Only so many are simulated
     as decide the outcome: the last ones of a grid, which decide how it ends, or the first of a persistent one, whose imbalance repeats.
     """
-    heads = problem.batch * problem.heads_q
-    row_blocks = -(-problem.seqlen_q // block_m)
+    walked = walk(problem, block_m, block_m)
+    weights = [span + _KEYS_OF_A_TILE for span in walked.spans]
+    return _unevenness(
+        weights, walked.row_blocks, problem.batch * problem.heads_q, longest_first, head_group, num_sms, programs, persistent
+    )
+
+
+@lru_cache(maxsize=16384)
+def unevenness_of_keys(problem: Problem, block_n: int, head_group: int, num_sms: int, programs: int) -> tuple[float, float]:
+    """The same for a backward kernel's blocks of keys, each of which walks the queries of all heads that read its keys. They are launched
+    from the first to the last: under a causal mask the first one is the longest."""
+    walked = walk_queries(problem, block_n, block_n)
+    heads_per_kv = problem.heads_q // problem.heads_kv
+    weights = [span * heads_per_kv + _QUERIES_OF_A_TILE for span in walked.spans]
+    return _unevenness(weights, walked.row_blocks, problem.batch * problem.heads_kv, False, head_group, num_sms, programs, False)
+
+
+def _unevenness(
+    weights: list[int], row_blocks: int, heads: int, longest_first: bool, head_group: int, num_sms: int, programs: int, persistent: bool
+) -> tuple[float, float]:
     tiles, slots = heads * row_blocks, num_sms * programs
-    weights = [span + _KEYS_OF_A_TILE for span in walk(problem, block_m, block_m).spans]
     if len(weights) == 1 or max(weights) == min(weights):
         return math.ceil(tiles / slots) * slots / tiles, math.ceil(tiles / num_sms) * num_sms / tiles
     if longest_first:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from flashgen import Problem, canonical, cost, space
+from flashgen import Problem, canonical, space
 from flashgen.build import standalone
 from flashgen.database import Database
 from flashgen.device import Device
@@ -60,7 +60,6 @@ def test_directions_are_named():
 def test_what_cannot_answer_a_backward_problem_says_so(tmp_path):
     candidate = space.portable_default(FORWARD, H200)
     asked = {
-        "the cost model": lambda: cost.estimate(candidate, BACKWARD, H200),
         "the search": lambda: Session("h200", Database.memory()).tune(BACKWARD),
         "explain": lambda: explained(BACKWARD, H200, ()),
         "export": lambda: standalone.export(candidate, BACKWARD, H200, tmp_path),

@@ -1,0 +1,62 @@
+"""The constants of the cost model that are fitted, and to what."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """The fitted constants. Cycles are those of one SM, instructions those that one warp issues.
+
+    Fitted to 215 kernels of head dims 64, 128 and 256, full and causal, over 1k to 16k keys, on an H200 (Triton 3.6, 2026-11-29):
+    median error 6 %; fitted to three of the four problems, 7 to 9 % on the fourth. Rates without that note are of other measurements.
+
+    Those of hopper kernels were fitted to 275 kernels that searches tried on 36 problems (head dims 64, 128 and 256, full and causal,
+    over 512 to 16k keys), to 100 times of probes, and to a second run of the best kernels of 30 problems, on an H200 (torch 2.11,
+    Triton 3.6, 2026-11-30): median error 4.1 % of the first run and 2.4 % of the second, 4.6 and 2.2 % for problems that were left out.
+    The same kernels differed by -8 to 16 % between the runs; between candidates of one problem the median error is 0.6 %.
+    """
+
+    clock: float = 0.93  # sustained clock under load, of boost_hz
+    tensor_rate: float = 0.95  # of the peak at that clock, while a product runs
+    mma_sync_rate: float = 0.62  # of the peak, for mma.sync where the peak needs warpgroup products (Hopper)
+    fma_rate: float = 0.35  # of the peak, for fp32 products on the ordinary cores, whose operands come through shared memory
+    l2_rate: float = 1.9  # of l2_bytes_per_s: 64 bytes a clock and SM; tiles that SMs ask for in step are read once for several
+    dram_rate: float = 0.88  # of dram_bytes_per_s: a copy ran at 4.3 of 4.8 TB/s on an H200
+    l2_share: float = 0.5  # of L2 that holds K and V for re-use: it is two partitions, and other data passes through
+
+    issue_per_score: float = 2.1  # softmax beside the exponent: scale, maximum, sum, conversion
+    issue_per_output: float = 1.35  # rescale of one accumulator
+    issue_per_cut_score: float = 6.5  # scale, compare and select where every score is masked
+    issue_per_block: float = 65.0  # of each warp: loop, barriers, waits
+    issue_per_row: float = 3.5  # running maximum and sum
+    issue_per_copy: float = 13.0  # for 512 bytes (16 a thread) where pointers, not TMA, load a tile: addresses, bounds, copy
+
+    block_latency: float = 70.0  # cycles of one block that nothing of the same program covers: barriers, reductions
+    load_latency: float = 740.0  # cycles from asking for a tile to having it: with one stage a block waits for K, then for V
+    drain_latency: float = 520.0  # cycles of a block with two stages: a tile is only asked for when the last product has let go of it
+    tile_latency: float = 3850.0  # cycles of a tile outside its loop: start, Q, the first K and V, division, output
+    loop_latency: float = 600.0  # filling the pipeline again where cut blocks have a loop of their own
+    launch_s: float = 2.5e-6  # start and end of a kernel
+    overlap_warps: float = 0.16  # of what another program would, four more warps of the same one fill its waits: they share barriers
+
+    spill_wait: float = 500.0  # cycles of a block in whose loop registers spill: products no longer follow each other without a wait
+    spill_latency: float = 6.5  # cycles of a block for each byte beyond those that cost nothing
+
+    # Hopper kernels.
+    warpgroup_meeting: float = 0.92  # of the time that a warpgroup would wait for units that others use, if they met by chance
+    ping_pong_meeting: float = 0.89  # the same where warpgroups take turns
+    issue_per_vote: float = 100.0  # of each warp, in a block: whether a rescale may be left out, and the rescales that may not
+    own_overlap: float = 0.5  # of a warpgroup's P V that runs beside its own softmax, where the order allows it
+    smem_contention: float = 10.0  # exponent: products and arrivals slow each other down before shared memory is at its limit
+    hopper_tile_latency: float = 10.5  # cycles of a tile outside its loop for each column of Q and V: the first scores, the output
+    hopper_q_latency: float = 1200.0  # more, where Q has one buffer: the next tile's Q comes when the last scores are done
+
+    # Backward kernels.
+    issue_per_pair: float = 6.5  # a score's exponential and its gradient: scale, difference, product, two conversions
+    issue_per_dq: float = 2.0  # a number of dq on its way into shared memory
+    reduce_rate: float = 0.5  # of L2's rate, for float32 sums that TMA adds to
+    backward_latency: float = 600.0  # cycles of a hopper kernel's step in which a warpgroup waits for the other and for row statistics
+    backward_tile_latency: float = 32.0  # cycles outside of its loop for each column of Q and V: the first products, dk and dv
+
+
+CALIBRATION = Calibration()
