@@ -126,6 +126,8 @@ def default_backward(problem: Problem, device: Device) -> Candidate:
 
 def portable_default(problem: Problem, device: Device) -> Candidate:
     """The same among portable kernels, which every device and Triton's interpreter run."""
+    if problem.direction == "backward":
+        return default_backward(problem, device)
     dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
     fixed = required(problem)
     masked = fixed["mask"] != "full"
