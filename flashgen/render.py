@@ -13,10 +13,6 @@ from flashgen.candidate import Variant
 from flashgen.errors import ArgumentError
 
 _PACKAGE = Path(__file__).resolve().parent
-_ENTRIES = {
-    "forward": ("attention_forward",),
-    "backward": ("attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +73,10 @@ def render(variant: Variant) -> Source:
         template = environment().get_template(name)
     except jinja2.TemplateNotFound as error:
         raise ArgumentError(f"variant is {variant.name!r}, for which there is no template: templates/{name}") from error
-    return Source(variant=variant, text=tidy(template.render(variant=variant)), entries=_ENTRIES[variant.family])
+    entries = ["attention_forward"]
+    if variant.family == "backward":
+        entries = ["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq" + "_convert" * variant.fused]
+    return Source(variant=variant, text=tidy(template.render(variant=variant)), entries=tuple(entries))
 
 
 def tidy(text: str) -> str:

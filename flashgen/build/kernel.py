@@ -19,8 +19,10 @@ from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cuts, least_stages, ski
 
 TENSORS = ("q", "k", "v", "out")  # of forward kernels, in the order in which they are given
 GRADIENTS = ("dout", "dq", "dk", "dv")
-STATISTICS = ("lse", "dlse", "delta")  # of rows, float32
-INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width")
+STATISTICS = ("lse", "dlse")  # of rows, float32
+SCRATCH = ("delta", "rows", "dq_sum")  # float32, for what one function of a backward kernel leaves to the next
+SCRATCH_TILES = {"rows_tiles": "rows", "dq_tiles": "dq_sum"}  # the same as TMA moves it
+INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width", "dq_beyond")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
 FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
 
@@ -173,16 +175,26 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
     return Kernel(candidate=candidate, problem=problem, source=source, functions=tuple(functions), wide_offsets=wide_offsets)
 
 
-def block_of(tensor: str, candidate: Candidate, problem: Problem) -> list[int]:
-    """The block in which a TMA descriptor of (batch, heads, seqlen, head_dim) moves q, k, v or out."""
+def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "attention_forward") -> list[int]:
+    """The block in which a function's TMA descriptor moves a tensor (batch, heads, seqlen, head_dim), or scratch memory."""
     numbers = constants_of(candidate, problem)
-    columns = numbers["BLOCK_D_QK"] if tensor in ("q", "k") else numbers["BLOCK_D_V"]
-    if tensor in ("k", "v"):
-        return [1, 1, numbers["BLOCK_N"], columns]
-    if candidate.variant.backend == "triton":
-        return [1, 1, numbers["BLOCK_M"], columns]
-    # A warpgroup of a hopper kernel reads and writes its own rows, and a wide output in two halves.
-    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_PART) if tensor == "out" else columns]
+    block_m, dim_qk, dim_v = numbers["BLOCK_M"], numbers["BLOCK_D_QK"], numbers["BLOCK_D_V"]
+    columns = dim_qk if tensor.removeprefix("d") in ("q", "k") else dim_v
+    if tensor == "rows_tiles":
+        return [2 * block_m]
+    if tensor == "dq_tiles":  # a warpgroup's share of a tile: 64 rows, or half of the columns of 64
+        return [dim_qk * block_m // WARPGROUP_ROWS, 32]
+    if entry == "attention_backward_dkdv":
+        if tensor in ("dk", "dv"):  # through the memory of v, or each through that of its own
+            return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, MOST_PART)]
+        return [1, 1, {"k": numbers["BLOCK_N"], "v": WARPGROUP_ROWS}.get(tensor, block_m), columns]
+    if entry == "attention_forward":
+        if tensor in ("k", "v"):
+            return [1, 1, numbers["BLOCK_N"], columns]
+        if candidate.variant.backend == "triton":
+            return [1, 1, block_m, columns]
+    # A warpgroup of a hopper kernel reads and writes its own rows, and wide ones in parts.
+    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
@@ -192,6 +204,15 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
     constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages}
     if candidate.variant.backend == "hopper":
         dim_qk, dim_v = specialised_dims(problem)
+        if candidate.variant.family == "backward":
+            return constants | {
+                "HEAD_DIM_QK": problem.head_dim_qk,
+                "HEAD_DIM_V": problem.head_dim_v,
+                "BLOCK_D_QK": dim_qk,
+                "BLOCK_D_V": dim_v,
+                "HEAD_GROUP": config.head_group,
+                "V_SLOTS": 1 if dim_qk + dim_v > 384 else 2,  # in the loop of dq, beside two of K
+            }
         return constants | {
             "BLOCK_D_QK": dim_qk,
             "BLOCK_D_V": dim_v,
@@ -211,7 +232,7 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
 
 
 def options_of(candidate: Candidate) -> dict[str, int]:
-    """What Triton is told of how to compile and launch the kernel."""
+    """What Triton is told of how to compile and launch the kernel's functions."""
     config = candidate.config
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "maxnreg": config.maxnreg, "enable_fp_fusion": True}
     if candidate.variant.backend == "hopper":
@@ -230,11 +251,19 @@ def _compiled(
 
     modules.compiled_dir()
     source = ASTSource
-    if candidate.variant.backend == "hopper":
-        from triton.experimental.gluon._runtime import GluonASTSource
+    if specialised := candidate.variant.backend == "hopper":
+        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 
-        source = GluonASTSource
-    types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
+        specialised = isinstance(function, GluonJITFunction)
+        source = GluonASTSource if specialised else ASTSource
+    described = specialised or candidate.variant.load == "tma" and candidate.variant.family == "forward"
+    types = {}
+    for name in function.arg_names:
+        if described and name in (*TENSORS, *GRADIENTS, *SCRATCH_TILES):
+            block = block_of(name, candidate, problem, function.__name__)
+            types[name] = _descriptor(block, "float32" if name in SCRATCH_TILES else problem.dtype, specialised)
+        else:
+            types[name] = _type(name, candidate, problem, constants, wide_offsets)
     multiples: dict[str, int] = {}
     if problem.aligned_16:
         # What autograd gives as the gradient of a log-sum-exp, and what a caller has kept of it, may begin anywhere.
@@ -267,14 +296,9 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
     """Triton's name for the type of a parameter."""
     if name in constants:
         return "constexpr"
-    if name in TENSORS:
-        element, block = ELEMENTS[problem.dtype], block_of(name, candidate, problem)
-        if candidate.variant.backend == "hopper":
-            return f"tensordesc<{element}{block},{_layout(block, problem.dtype)!r}>"
-        return f"tensordesc<{element}{block}>" if candidate.variant.load == "tma" else f"*{element}"
-    if name in GRADIENTS:
+    if name in TENSORS or name in GRADIENTS:
         return f"*{ELEMENTS[problem.dtype]}"
-    if name in STATISTICS:
+    if name in STATISTICS or name in SCRATCH:
         return "*fp32"
     if name == "schedule":
         return "*i32"
@@ -287,11 +311,18 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
     raise TypeError(f"the kernel of {candidate.variant.name} has a parameter {name}, of which build knows nothing")
 
 
-def _layout(block: list[int], dtype: str) -> Any:
-    """Gluon's layout of such a block in shared memory, as TMA writes it and products read it."""
+def _descriptor(block: list[int], dtype: str, specialised: bool) -> str:
+    """Triton's name for the type of a TMA descriptor; Gluon's has the layout of a block in shared memory, as TMA writes it and products
+    read it."""
     from triton.experimental.gluon import language as gl
 
-    return gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
+    if not specialised:
+        return f"tensordesc<{ELEMENTS[dtype]}{block}>"
+    if len(block) == 1:
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    else:
+        layout = gl.NVMMASharedLayout.get_default_for(block, getattr(gl, dtype))
+    return f"tensordesc<{ELEMENTS[dtype]}{block},{layout!r}>"
 
 
 def _require_launchable(candidate: Candidate) -> None:
@@ -311,19 +342,23 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
     """The same for a hopper kernel, which is written for certain tiles, and waits for ever if it has too few slots."""
     if device.capability != 90:
         raise BuildError(f"{candidate}: a hopper kernel needs sm_90; {device.name} is {device.arch}")
-    config = candidate.config
-    for name, allowed in {"block_m": (64, 128, 192), "block_n": (64, 128), "q_stages": (1, 2)}.items():
+    config, variant = candidate.config, candidate.variant
+    backward = variant.family == "backward"
+    choices = {"block_m": (64, 128, 192), "block_n": (64, 128), "q_stages": (1, 2), "num_warps": (config.block_m // 16,)}
+    if backward:
+        choices = {"block_m": (64, 128), "block_n": (64 if variant.split_roles else 128,), "q_stages": (1,), "num_warps": (8,)}
+    for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be one of {', '.join(map(str, allowed))}")
-    if config.num_warps != config.block_m // 16:
-        raise BuildError(f"{candidate}: num_warps is {config.num_warps}; {config.block_m} rows need {config.block_m // 16}")
+    if variant.fused and variant.split_roles:
+        raise BuildError(f"{candidate}: fused and split_roles are both set; at most one may be")
     if config.maxnreg is not None:
         raise BuildError(f"{candidate}: maxnreg is {config.maxnreg}; a hopper kernel divides the registers itself, so it must be None")
     if problem.itemsize != 2 or not problem.aligned_16:
         raise BuildError(f"{candidate}: a hopper kernel needs 16-bit elements and 16-byte aligned tensors, which {problem} does not have")
     if max(problem.head_dim_qk, problem.head_dim_v) > 256:
         raise BuildError(f"{candidate}: a hopper kernel has head dims of at most 256; {problem} has more")
-    least = least_stages(problem, config.block_m, config.block_n)
+    least = 1 if backward else least_stages(problem, config.block_m, config.block_n)
     if config.num_stages < least:
         raise BuildError(f"{candidate}: num_stages is {config.num_stages}; {problem} needs at least {least} slots")
 
