@@ -10,8 +10,9 @@ else is counted. See Estimate for what the results may be used for.
 
 from flashgen import theory
 from flashgen.candidate import Candidate
-from flashgen.cost import backward, forward
+from flashgen.cost.backward import works as backward
 from flashgen.cost.calibration import CALIBRATION, Calibration
+from flashgen.cost.forward import works as forward
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
@@ -38,8 +39,7 @@ def estimate(
         return _nothing(bound_s)
     if resources is None:
         resources = guess(candidate, problem, device)
-    kind = forward if problem.direction == "forward" else backward
-    works = kind.works(candidate, problem, device, resources, fitted)
+    works = (forward if problem.direction == "forward" else backward)(candidate, problem, device, resources, fitted)
     longest = max(works, key=lambda work: work.time_s(fitted))
     time_s = max(bound_s, sum(work.time_s(fitted) for work in works))
     seconds = {unit: sum(work.seconds.get(unit, 0.0) for work in works) for unit in longest.seconds}

@@ -12,13 +12,12 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
 
-from flashgen import resources, schedule
+from flashgen import schedule
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.problem import Problem
-from flashgen.schedule import tile_rows
-from flashgen.space import backward, hopper, triton
+from flashgen.space import hopper, hopper_backward, triton, triton_backward
 
 MOST_HEAD_DIM = 256
 MOST_GRID = (1 << 31) - 1
@@ -51,14 +50,14 @@ def required(problem: Problem) -> dict[str, object]:
         "padded": any(schedule.tile_dim(dim) != dim for dim in (problem.head_dim_qk, problem.head_dim_v)),
         "store_lse": problem.return_lse,
     }
-    if problem.direction == "backward" or triton.no_tma(problem):
+    if triton.no_tma(problem):
         fixed["load"] = "pointer"
     return fixed
 
 
 def backends(problem: Problem, device: Device) -> list[str]:
     """Kinds of kernels with candidates for this problem and device."""
-    return ["triton"] if problem.direction == "backward" or without_hopper(problem, device) else ["triton", "hopper"]
+    return ["triton"] if without_hopper(problem, device) else ["triton", "hopper"]
 
 
 def without_hopper(problem: Problem, device: Device) -> str:
@@ -67,12 +66,11 @@ def without_hopper(problem: Problem, device: Device) -> str:
 
 
 def axes(problem: Problem, device: Device, backend: str) -> dict[str, list[Any]]:
-    """Choices of every knob, numbers and structure in one flat dict; some of their combinations are illegal. All backends have the same
-    knobs, and one choice of those that mean nothing to them."""
-    masked = required(problem)["mask"] != "full"
-    if problem.direction == "backward":
-        return backward.axes(problem)
-    return hopper.axes(problem, masked) if backend == "hopper" else triton.axes(problem, device, masked)
+    """Choices of every knob, numbers and structure in one flat dict; some of their combinations are illegal. All kinds of kernels have
+    the same knobs, and one choice of those that mean nothing to them."""
+    rules = _RULES[problem.direction, backend]
+    choices: dict[str, list[Any]] = rules.axes(problem, device)
+    return {"backend": [backend]} | {name: [value] for name, value in rules.FIXED.items()} | choices
 
 
 def from_axes(problem: Problem, device: Device, values: Mapping[str, Any]) -> Candidate:
@@ -102,106 +100,48 @@ def variants(problem: Problem, device: Device) -> list[Variant]:
 
 def violations(candidate: Candidate, problem: Problem, device: Device) -> list[str]:
     """What is wrong with a candidate, as "name: message" with both numbers; nothing if it is legal."""
-    found = [*_tile_violations(candidate, problem, device)]
+    rules = _rules(candidate)
+    found = [*_fixed_violations(candidate), *rules.tile_violations(candidate, problem, device)]
     if not found:  # the rest counts blocks, which needs sound numbers
         found += _required_violations(candidate.variant, required(problem))
-        found += _order_violations(candidate, problem, device)
+        found += rules.order_violations(candidate, problem, device)
     return [f"{name}: {message}" for name, message in found]
 
 
 def default(problem: Problem, device: Device) -> Candidate:
-    """The hand-picked candidate, or the legal one nearest to it: sane everywhere, best nowhere; searches measure it first."""
-    if problem.direction == "backward":
-        return default_backward(problem, device)
-    return adapt(hopper.pick(problem), problem, device) or portable_default(problem, device)
-
-
-def default_backward(problem: Problem, device: Device) -> Candidate:
-    """The same for a backward problem, whose kernels are all portable."""
-    picked = backward.pick(problem, device, required(problem))
-    if not violations(picked, problem, device):
-        return picked
-    return min(candidates(problem, device), key=lambda other: _distance(picked, other))
+    """The hand-picked candidate, or the legal one nearest to it: sane everywhere, best nowhere; searches measure it first. Raises
+    UnsupportedError."""
+    require_supported(problem, device)
+    return adapt(_RULES[problem.direction, "hopper"].pick(problem, device), problem, device) or portable_default(problem, device)
 
 
 def portable_default(problem: Problem, device: Device) -> Candidate:
     """The same among portable kernels, which every device and Triton's interpreter run."""
-    if problem.direction == "backward":
-        return default_backward(problem, device)
-    dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
-    fixed = required(problem)
-    masked = fixed["mask"] != "full"
-    tma = "load" not in fixed and device.has_tma
-    if problem.itemsize == 4:
-        block_m, block_n, num_warps, num_stages = 32, 32, 4, 2
-    elif device.capability >= 90 and dim <= 64:
-        # 364 TFLOP/s on an H200, against 260 of 128 x 128 with 8 warps and 2 stages (d 64, full, N 1024, 2026-11-29).
-        block_m, block_n, num_warps, num_stages = 128, 64, 4 if tma else 8, 3
-    elif device.capability >= 90 and dim <= 128:
-        # 504 TFLOP/s on an H200 by TMA (d 128, full, N 8192, 2026-11-29).
-        block_m, block_n, num_warps, num_stages = 128, 128 if tma else 64, 8, 2
-    elif device.capability >= 90:
-        # 450 TFLOP/s on an H200 by TMA, 4 % behind the best (d 256, causal, N 8192, 2026-11-29).
-        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
-    else:
-        block_m, block_n, num_warps, num_stages = 128, 64 if dim <= 128 else 32, 4 if dim <= 64 else 8, 3 if dim <= 128 else 2
-    heads = problem.batch * problem.heads_q
-    numbers = Config(
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        head_group=4 if masked and heads >= 4 else 1,
-    )
-    structure = Variant(**(dict(load="tma" if tma else "pointer", longest_first=masked) | fixed))  # type: ignore[arg-type]
-    picked = Candidate(variant=structure, config=numbers)
+    picked = _RULES[problem.direction, "triton"].pick(problem, device)
     portable = (candidate for candidate in candidates(problem, device) if candidate.variant.backend == "triton")
     return adapt(picked, problem, device) or min(portable, key=lambda other: _distance(picked, other))
+
+
+default_backward = portable_default
 
 
 def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:
     """A candidate of a similar problem carried over to this one: required structure replaced, knobs that cannot matter here reset,
     numbers cut down where that makes them legal. None if it does not become legal."""
-    variant, config = candidate.variant, candidate.config
-    fixed = dict(required(problem))
-    if problem.direction == "backward":
-        carried = Candidate(variant=replace(variant, **fixed), config=config)  # type: ignore[arg-type]
-        return None if candidate.variant.family != "backward" or violations(carried, problem, device) else carried
-    if not device.has_tma:
-        fixed["load"] = "pointer"
-    variant = replace(variant, **fixed)  # type: ignore[arg-type]
-    if variant.backend == "hopper":
-        return hopper.adapt(replace(candidate, variant=variant), problem, device)
-    heads = problem.batch * problem.heads_q
-    block_m = min(config.block_m, tile_rows(problem.seqlen_q))
-    config = replace(
-        config,
-        block_m=block_m,
-        block_n=min(config.block_n, tile_rows(problem.seqlen_kv)),
-        num_warps=min(config.num_warps, max(1, block_m // 16)) if problem.itemsize == 2 else config.num_warps,
-    )
-    walked = schedule.walk(problem, config.block_m, config.block_n)
-    config = replace(config, num_stages=min(config.num_stages, max(1, walked.most)))
-    while config.num_stages > 1 and _smem_bytes(variant, config, problem, device) > device.smem_per_block_bytes:
-        config = replace(config, num_stages=config.num_stages - 1)
-    if any(_tile_violations(Candidate(variant=variant, config=config), problem, device)):
-        config = replace(config, maxnreg=None)
-    ordered = variant.mask != "full" and walked.row_blocks > 1
-    config = replace(
-        config,
-        head_group=min(config.head_group, 1 << (heads.bit_length() - 1)) if ordered and heads else 1,
-        persistent=config.persistent and heads * walked.row_blocks > device.num_sms,
-    )
-    variant = replace(
-        variant,
-        masked_apart=walked.cut == 0 or (variant.masked_apart and walked.whole > 0),
-        longest_first=variant.longest_first and ordered,
-    )
-    adapted = Candidate(variant=variant, config=config)
-    return None if violations(adapted, problem, device) else adapted
+    if candidate.variant.family != problem.direction:
+        return None
+    variant = replace(candidate.variant, **required(problem))  # type: ignore[arg-type]
+    adapted: Candidate | None = _rules(candidate).adapt(replace(candidate, variant=variant), problem, device)
+    return None if adapted is None or violations(adapted, problem, device) else adapted
 
 
-_STRUCTURE = ("backend", "load", "order", "ping_pong", "lazy_rescale", "masked_apart", "longest_first")
+_RULES: dict[tuple[str, str], Any] = {
+    ("forward", "triton"): triton,
+    ("forward", "hopper"): hopper,
+    ("backward", "triton"): triton_backward,
+    ("backward", "hopper"): hopper_backward,
+}
+_STRUCTURE = ("backend", "load", "order", "ping_pong", "lazy_rescale", "masked_apart", "longest_first", "fused", "split_roles")
 _ORDER = ("masked_apart", "persistent", "longest_first", "head_group")  # axes that decide the order of work, not the tile
 
 
@@ -225,7 +165,7 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
             tile = dict(zip(tile_axes, point))
             shape = {name: tile.pop(name) for name in _STRUCTURE if name not in _ORDER}
             first = Candidate(variant=variant(**shape), config=Config(**tile))
-            broken = next(_tile_violations(first, problem, device), None)
+            broken = next(_rules(first).tile_violations(first, problem, device), None)
             if broken is not None:
                 removed[broken[0]] += len(orders)
                 continue
@@ -233,7 +173,7 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
                 numbers = Config(**tile, head_group=order["head_group"], persistent=order["persistent"])
                 structure = variant(**shape, masked_apart=order["masked_apart"], longest_first=order["longest_first"])
                 candidate = Candidate(variant=structure, config=numbers)
-                broken = next(_order_violations(candidate, problem, device), None)
+                broken = next(_rules(candidate).order_violations(candidate, problem, device), None)
                 if broken is None:
                     legal.append(candidate)
                 else:
@@ -241,23 +181,18 @@ def _explored(problem: Problem, device: Device) -> tuple[tuple[Candidate, ...], 
     return tuple(legal), tuple(removed.items())
 
 
-def _tile_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
-    """Clauses about the tile and how it is loaded; they do not look at the order of work."""
-    found: Iterator[Violation] = _rules(candidate, problem).tile_violations(candidate, problem, device)
-    return found
-
-
-def _order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
-    """Clauses about the order of work."""
-    found: Iterator[Violation] = _rules(candidate, problem).order_violations(candidate, problem, device)
-    return found
-
-
-def _rules(candidate: Candidate, problem: Problem) -> Any:
+def _rules(candidate: Candidate) -> Any:
     """The module that judges such candidates."""
-    if problem.direction == "backward":
-        return backward
-    return hopper if candidate.variant.backend == "hopper" else triton
+    return _RULES[candidate.variant.family, candidate.variant.backend]
+
+
+def _fixed_violations(candidate: Candidate) -> Iterator[Violation]:
+    """Clauses about what such kernels have no choice of."""
+    variant = candidate.variant
+    for name, needed in _rules(candidate).FIXED.items():
+        value = getattr(variant if name in _STRUCTURE else candidate.config, name)
+        if value != needed:
+            yield name, f"is {value!r}, must be {needed!r}: {variant.family} kernels for {variant.backend} have no such choice"
 
 
 def _required_violations(variant: Variant, fixed: Mapping[str, object]) -> Iterator[Violation]:
@@ -265,10 +200,6 @@ def _required_violations(variant: Variant, fixed: Mapping[str, object]) -> Itera
     for name, value in fixed.items():
         if name != "load" and getattr(variant, name) != value:
             yield name, f"is {getattr(variant, name)!r}, the problem needs {value!r}"
-
-
-def _smem_bytes(variant: Variant, config: Config, problem: Problem, device: Device) -> int:
-    return resources.smem_bytes(Candidate(variant=variant, config=config), problem, device)
 
 
 def _distance(one: Candidate, other: Candidate) -> float:

@@ -16,6 +16,9 @@ ORDERS = ("qk_first", "pv_first")
 MOST_STAGES = 4
 LEAST_LAZY = 128  # accumulators of a thread: worth 5 % with as many, and costs 4 % with 64 (H200, d 256 and 128, N 8192, 2026-11-30)
 
+# What these kernels have no choice of.
+FIXED: dict[str, Any] = {"load": "tma", "maxnreg": None, "masked_apart": True, "persistent": True, "fused": False, "split_roles": False}
+
 Violation = tuple[str, str]  # name of the constraint, message
 
 
@@ -40,13 +43,12 @@ def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
             yield name, f"is {seqlen}, tiles of {rows} rows need more than {rows // 2}"
 
 
-def axes(problem: Problem, masked: bool) -> dict[str, list[Any]]:
-    """Choices of every knob. Of candidates with the same estimate the first is tried: the one with most slots and buffers, and most heads
-    together, because a head at a time was up to 34 % slower (H200, d 64, causal, N 512, 2026-11-30)."""
+def axes(problem: Problem, device: Device) -> dict[str, list[Any]]:
+    """Choices of every other knob. Of candidates with the same estimate the first is tried: the one with most slots and buffers, and most
+    heads together, because a head at a time was up to 34 % slower (H200, d 64, causal, N 512, 2026-11-30)."""
     most_heads = 1 << max(0, (problem.batch * problem.heads_q).bit_length() - 1)
+    masked = problem.band != (None, None)
     return {
-        "backend": ["hopper"],
-        "load": ["tma"],
         "order": list(ORDERS),
         "ping_pong": [True, False],
         "lazy_rescale": [False, True],
@@ -55,9 +57,6 @@ def axes(problem: Problem, masked: bool) -> dict[str, list[Any]]:
         "num_warps": [4, 8, 12],
         "num_stages": list(range(MOST_STAGES, 1, -1)),
         "q_stages": [2, 1],
-        "maxnreg": [None],
-        "masked_apart": [True],
-        "persistent": [True],
         "longest_first": [True, False] if masked else [False],
         "head_group": sorted({min(group, most_heads) for group in (1, 4, 8)}, reverse=True) if masked else [1],
     }
@@ -90,10 +89,6 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     if broken:
         yield from broken
         return
-    if variant.load != "tma":
-        yield "load", f"is {variant.load!r}, must be 'tma': hopper kernels have no such choice"
-    if config.maxnreg is not None:
-        yield "maxnreg", f"is {config.maxnreg}, must be None: hopper kernels have no such choice"
     for name, value, seqlen in (("block_m", config.block_m, problem.seqlen_q), ("block_n", config.block_n, problem.seqlen_kv)):
         if value > tile_rows(seqlen):
             yield name, f"is {value}, seqlen {seqlen} fills {tile_rows(seqlen)}"
@@ -136,9 +131,6 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
 def order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
     """Clauses about the order of work."""
     variant, config = candidate.variant, candidate.config
-    for name, given in (("masked_apart", variant.masked_apart), ("persistent", config.persistent)):
-        if not given:
-            yield name, "is False, must be True: hopper kernels have no such choice"
     # Lists of tiles are balanced best if the longest come first; with one tile a program, or equal ones, there is nothing to order.
     ordered, tiles = is_ordered(problem, device, config.block_m), _tiles(problem, config.block_m)
     idle = f"mask {variant.mask}, {tiles} tiles and {device.num_sms} SMs leave nothing to order"
@@ -158,7 +150,7 @@ def is_ordered(problem: Problem, device: Device, block_m: int) -> bool:
     return problem.band != (None, None) and problem.seqlen_q > block_m and _tiles(problem, block_m) > device.num_sms
 
 
-def pick(problem: Problem) -> Candidate:
+def pick(problem: Problem, device: Device) -> Candidate:
     """A good kernel for large problems with these head dims, as measured on an H200 (2026-11-30); it may not fit."""
     dim = max(schedule.specialised_dims(problem))
     if dim <= 64 and problem.band != (None, None) and problem.seqlen_q <= 1024:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from flashgen import resources, schedule
-from flashgen.candidate import Candidate
+from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.schedule import tile_rows
@@ -14,6 +14,16 @@ from flashgen.schedule import tile_rows
 MOST_ELEMENTS = 1 << 20  # of one Triton tensor
 MOST_COSTLY_SPILL = 320  # bytes, as guessed: with as many, kernels took 1.4 to 2 times as long (H200, 2026-11-29)
 UNSURE_REGISTERS = 8  # what a guess of the registers may be off
+
+# What these kernels have no choice of.
+FIXED: dict[str, Any] = {
+    "order": "",
+    "ping_pong": False,
+    "lazy_rescale": False,
+    "q_stages": 1,
+    "fused": False,
+    "split_roles": False,
+}
 
 Violation = tuple[str, str]  # name of the constraint, message
 
@@ -24,21 +34,17 @@ def no_tma(problem: Problem) -> bool:
     return odd_rows or problem.itemsize > 2 or not problem.aligned_16 or problem.seqlen_kv == 0
 
 
-def axes(problem: Problem, device: Device, masked: bool) -> dict[str, list[Any]]:
-    """Choices of every knob."""
+def axes(problem: Problem, device: Device) -> dict[str, list[Any]]:
+    """Choices of every other knob."""
     most_heads = 1 << max(0, (problem.batch * problem.heads_q).bit_length() - 1)
+    masked = problem.band != (None, None)
     return {
-        "backend": ["triton"],
         "load": ["pointer"] if no_tma(problem) or not device.has_tma else ["tma", "pointer"],
-        "order": [""],
-        "ping_pong": [False],
-        "lazy_rescale": [False],
         # 256 rows or keys were never best: 10 to 25 % behind (H200, d 64 to 256, 2026-11-29).
         "block_m": [16, 32, 64, 128],
         "block_n": [16, 32, 64, 128],
         "num_warps": [1, 2, 4, 8],
         "num_stages": [1, 2, 3, 4],
-        "q_stages": [1],
         "maxnreg": [None, 96, 128, 168],
         "masked_apart": [True, False],
         "persistent": [False, True],
@@ -66,11 +72,6 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     if num_warps > 32:
         yield "num_warps", f"is {num_warps}, a program has at most 32"
         return
-
-    given = {"order": variant.order, "ping_pong": variant.ping_pong, "lazy_rescale": variant.lazy_rescale, "q_stages": config.q_stages}
-    for name, needed in (("order", ""), ("ping_pong", False), ("lazy_rescale", False), ("q_stages", 1)):
-        if given[name] != needed:
-            yield name, f"is {given[name]!r}, must be {needed!r}: portable kernels have no such choice"
 
     # TMA: hardware from Hopper on, 16-byte addresses and strides, boxes of at most 256 rows, no empty tensor.
     if variant.load == "tma":
@@ -167,3 +168,69 @@ def order_violations(candidate: Candidate, problem: Problem, device: Device) -> 
     tiles = heads * walked.row_blocks
     if config.persistent and tiles <= device.num_sms:
         yield "persistent", f"needs more tiles than SMs, there are {tiles} and {device.num_sms}"
+
+
+def pick(problem: Problem, device: Device) -> Candidate:
+    """The hand-picked candidate; it may not fit."""
+    dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
+    masked = problem.band != (None, None)
+    tma = device.has_tma and not no_tma(problem)
+    if problem.itemsize == 4:
+        block_m, block_n, num_warps, num_stages = 32, 32, 4, 2
+    elif device.capability >= 90 and dim <= 64:
+        # 364 TFLOP/s on an H200, against 260 of 128 x 128 with 8 warps and 2 stages (d 64, full, N 1024, 2026-11-29).
+        block_m, block_n, num_warps, num_stages = 128, 64, 4 if tma else 8, 3
+    elif device.capability >= 90 and dim <= 128:
+        # 504 TFLOP/s on an H200 by TMA (d 128, full, N 8192, 2026-11-29).
+        block_m, block_n, num_warps, num_stages = 128, 128 if tma else 64, 8, 2
+    elif device.capability >= 90:
+        # 450 TFLOP/s on an H200 by TMA, 4 % behind the best (d 256, causal, N 8192, 2026-11-29).
+        block_m, block_n, num_warps, num_stages = 128, 32, 8, 3
+    else:
+        block_m, block_n, num_warps, num_stages = 128, 64 if dim <= 128 else 32, 4 if dim <= 64 else 8, 3 if dim <= 128 else 2
+    heads = problem.batch * problem.heads_q
+    numbers = Config(
+        block_m=block_m,
+        block_n=block_n,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        head_group=4 if masked and heads >= 4 else 1,
+    )
+    return Candidate(variant=Variant(load="tma" if tma else "pointer", longest_first=masked), config=numbers)
+
+
+def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate:
+    """A candidate with the structure that the problem requires, whose numbers are cut down where that may make them legal."""
+    variant, config = candidate.variant, candidate.config
+    if not device.has_tma:
+        variant = replace(variant, load="pointer")
+
+    def smem(config: Config) -> int:
+        return resources.smem_bytes(Candidate(variant=variant, config=config), problem, device)
+
+    heads = problem.batch * problem.heads_q
+    block_m = min(config.block_m, tile_rows(problem.seqlen_q))
+    config = replace(
+        config,
+        block_m=block_m,
+        block_n=min(config.block_n, tile_rows(problem.seqlen_kv)),
+        num_warps=min(config.num_warps, max(1, block_m // 16)) if problem.itemsize == 2 else config.num_warps,
+    )
+    walked = schedule.walk(problem, config.block_m, config.block_n)
+    config = replace(config, num_stages=min(config.num_stages, max(1, walked.most)))
+    while config.num_stages > 1 and smem(config) > device.smem_per_block_bytes:
+        config = replace(config, num_stages=config.num_stages - 1)
+    if any(tile_violations(Candidate(variant=variant, config=config), problem, device)):
+        config = replace(config, maxnreg=None)
+    ordered = variant.mask != "full" and walked.row_blocks > 1
+    config = replace(
+        config,
+        head_group=min(config.head_group, 1 << (heads.bit_length() - 1)) if ordered and heads else 1,
+        persistent=config.persistent and heads * walked.row_blocks > device.num_sms,
+    )
+    variant = replace(
+        variant,
+        masked_apart=walked.cut == 0 or (variant.masked_apart and walked.whole > 0),
+        longest_first=variant.longest_first and ordered,
+    )
+    return Candidate(variant=variant, config=config)

@@ -78,7 +78,7 @@ def backward(device: Device) -> list[Case]:
         problem = Problem(**shape, **mask, head_dim_qk=dim, head_dim_v=dim, return_lse=dim == 72)  # type: ignore[arg-type]
         if not device.has_tma and mask != MASKS[1]:
             continue
-        default = space.default_backward(problem, device)
+        default = space.portable_default(problem, device)
         cases[default] = problem
         if device.has_tma and dim == 64:
             cases[replace(default, variant=replace(default.variant, masked_apart=False))] = problem

@@ -61,7 +61,7 @@ def problems() -> list[Problem]:
 
 def candidates(problem: Problem) -> list[Candidate]:
     """Small tiles, so that there are several of each kind of block, and the default's loops or the other ones."""
-    default = space.default_backward(problem, H200)
+    default = space.portable_default(problem, H200)
     tile = replace(default.config, block_m=16, block_n=32 if problem.head_dim_qk < 100 else 16)
     apart = replace(default.variant, masked_apart=problem.layout == "bhsd")
     return [replace(default, config=tile, variant=apart)]

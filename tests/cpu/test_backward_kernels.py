@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from flashgen import launch as launch_module
-from flashgen import space
+from flashgen import resources, space
 from flashgen.build import build, constants_of, sass_mix
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.check import prepare_backward as prepare_case
 from flashgen.device import Device
-from flashgen.errors import ArgumentError, BuildError
-from flashgen.launch import bind_backward, prepare, prepare_backward
+from flashgen.errors import ArgumentError
+from flashgen.launch import prepare, prepare_backward
 from flashgen.problem import Problem
 
 ROOT = Path(launch_module.__file__).parents[2]
@@ -58,19 +58,19 @@ def test_gradients_that_are_asked_for_and_upstream_gradients_of_any_strides():
 
 @pytest.mark.parametrize(("device", "product"), [(H200, "HGMMA"), (A100, "HMMA")])
 def test_the_default_compiles_without_spills(device, product):
-    kernel = build(space.default_backward(PROBLEM, device), PROBLEM, device)
+    kernel = build(space.portable_default(PROBLEM, device), PROBLEM, device)
     assert [function.name for function in kernel.functions] == list(kernel.source.entries)
-    resources = kernel.resources
-    assert 0 < resources.registers <= 255
-    assert resources.spill_bytes == 0
-    assert 0 < resources.smem_bytes == max(function.compiled.metadata.shared for function in kernel.functions)
+    compiled = kernel.resources
+    assert 0 < compiled.registers <= 255
+    assert compiled.spill_bytes == 0
+    assert 0 < compiled.smem_bytes == max(function.compiled.metadata.shared for function in kernel.functions)
     mix = sass_mix(kernel)
     assert mix[product] > 0
     assert not [name for name in mix if name.startswith(("RED", "ATOM"))]  # G09: the same bits every time
 
 
 def test_functions_have_constants_of_their_own():
-    kernel = build(space.default_backward(PROBLEM, H200), PROBLEM, H200)
+    kernel = build(space.portable_default(PROBLEM, H200), PROBLEM, H200)
     every = constants_of(kernel.candidate, PROBLEM)
     for function in kernel.functions:
         assert function.constants == {name: every[name] for name in function.arg_names if name in every}
@@ -81,7 +81,7 @@ def test_functions_have_constants_of_their_own():
 
 def test_equal_code_with_another_grid_is_another_kernel():
     """The grid follows from block_n, and so do the constants; a forward kernel's block_m has nothing to do with it."""
-    default = space.default_backward(PROBLEM, H200)
+    default = space.portable_default(PROBLEM, H200)
     other = dataclasses.replace(default, config=dataclasses.replace(default.config, block_n=64))
     digests = [build(candidate, PROBLEM, H200).resources.binary_sha256 for candidate in (default, default, other)]
     assert digests[0] == digests[1] != digests[2]
@@ -93,7 +93,7 @@ def test_equal_code_with_another_grid_is_another_kernel():
 @pytest.fixture(scope="module")
 def kernel():
     problem = dataclasses.replace(PROBLEM, seqlen_q=40, seqlen_kv=48, return_lse=True)
-    return build(space.default_backward(problem, H200), problem, H200)
+    return build(space.portable_default(problem, H200), problem, H200)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_gradients_of_other_shapes_and_strides_are_refused():
     """They are looked at when they come, before anything runs."""
     problem = dataclasses.replace(PROBLEM, seqlen_q=40, seqlen_kv=48)
     case = prepare_case(problem, "cpu", seed=0)
-    candidate = space.default_backward(problem, H200)
+    candidate = space.portable_default(problem, H200)
     built = build(candidate, problem, H200)
     functions = tuple(dataclasses.replace(function, compiled=None) for function in built.functions)
     launch = prepare_backward(dataclasses.replace(built, functions=functions), problem, *case.given)
@@ -141,39 +141,10 @@ def test_forward_and_backward_kernels_are_told_apart(kernel):
         prepare(kernel, forward, *case.given[:5], H200)
 
 
-def test_hopper_has_no_backward_kernels_yet():
-    candidate = dataclasses.replace(
-        space.default_backward(PROBLEM, H200), variant=Variant(family="backward", backend="hopper", load="tma", mask="causal")
-    )
-    with pytest.raises((ArgumentError, BuildError)):
-        bind_backward(candidate, PROBLEM, *prepare_case(PROBLEM, "cpu", seed=0).given, H200)
-    assert "backend: is 'hopper', must be 'triton'" in " ".join(space.violations(candidate, PROBLEM, H200))
-
-
-# ---- the space -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.arch)
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (40, 80), (128, 128), (192, 128), (256, 256)], ids=str)
-def test_the_default_is_legal(device, dtype, dims):
-    for seqlen_q, seqlen_kv in ((1, 1), (2048, 2048), (5, 700), (0, 3), (3, 0)):
-        problem = dataclasses.replace(
-            PROBLEM, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=dtype, mask="full"
-        )
-        legal = space.candidates(problem, device)
-        assert space.default(problem, device) == space.default_backward(problem, device)
-        assert space.default_backward(problem, device) in legal
-        for candidate in legal:
-            assert space.violations(candidate, problem, device) == []
-        points = len(space.axes(problem, device, "triton")["block_n"]) * 4 * 2 * 3 * 2
-        assert len(legal) + sum(space.rejected(problem, device).values()) == points
-
-
 def test_shared_memory_is_not_guessed_too_low():
     """What the compiler says is at most what the space thinks, and not much less."""
     for device, numbers in ((H200, (64, 64, 4, 2)), (A100, (64, 64, 4, 2)), (A100, (32, 64, 8, 1))):
         config = Config(**dict(zip(("block_m", "block_n", "num_warps", "num_stages"), numbers)))
-        candidate = dataclasses.replace(space.default_backward(PROBLEM, device), config=config)
+        candidate = dataclasses.replace(space.portable_default(PROBLEM, device), config=config)
         there_is = build(candidate, PROBLEM, device).resources.smem_bytes
-        assert there_is <= space.backward.smem_bytes(candidate, PROBLEM, device) <= 1.3 * there_is
+        assert there_is <= resources.smem_bytes(candidate, PROBLEM, device) <= 1.3 * there_is

@@ -35,7 +35,9 @@ def names(found):
 
 
 any_problem = st.builds(
-    Problem,
+    lambda deterministic, **values: Problem(**values, deterministic=deterministic and values["direction"] == "backward"),
+    direction=st.sampled_from(["forward", "backward"]),
+    deterministic=st.booleans(),
     batch=st.integers(0, 3),
     heads_q=st.sampled_from([2, 6, 32]),
     heads_kv=st.sampled_from([1, 2]),
@@ -82,9 +84,10 @@ def test_a_point_of_the_grid_is_legal_exactly_if_it_is_listed(problem, device, d
 @settings(deadline=None, max_examples=60)
 @given(any_problem, any_device, any_problem, any_device)
 def test_a_carried_over_candidate_is_legal_or_none(source, source_device, target, target_device):
-    adapted = space.adapt(space.default(source, source_device), target, target_device)
-    if adapted is not None:
-        assert space.violations(adapted, target, target_device) == []
+    for picked in (space.default(source, source_device), space.portable_default(source, source_device)):
+        adapted = space.adapt(picked, target, target_device)
+        assert adapted is None or space.violations(adapted, target, target_device) == []
+        assert adapted is None or source.direction == target.direction
 
 
 def test_the_space_is_large_enough_to_search_and_small_enough_to_rank():
@@ -249,11 +252,12 @@ def test_small_tiles_are_legal_only_for_want_of_work():
     assert {each.config.block_m for each in space.candidates(few, H200)} >= {16, 32, 64, 128}
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
-def test_axes_and_candidates_convert_both_ways(backend):
-    choices = space.axes(problem(), H200, backend)
+def test_axes_and_candidates_convert_both_ways(backend, direction):
+    choices = space.axes(problem(direction=direction), H200, backend)
     values = {name: options[0] for name, options in choices.items()}
-    made = space.from_axes(problem(), H200, values)
+    made = space.from_axes(problem(direction=direction), H200, values)
     for name, value in values.items():
         assert getattr(made.variant if hasattr(made.variant, name) else made.config, name) == value
     with pytest.raises(ArgumentError, match="axes are"):
@@ -490,3 +494,125 @@ def test_a_hopper_winner_is_made_to_fit():
     assert not space.adapt(lazy, problem(**LARGE, head_dim_qk=64, head_dim_v=64), H200).variant.lazy_rescale
     negative = dataclasses.replace(narrow, variant=dataclasses.replace(narrow.variant, scale_first=True))
     assert space.violations(negative, problem(**LARGE, head_dim_qk=64, head_dim_v=64), H200) == []
+
+
+# ---- backward kernels -------------------------------------------------------------------------------------------------------
+
+
+def backward(dim=128, fused=True, split_roles=False, **numbers):
+    values = dict(block_m=128 if dim == 64 else 64, block_n=64 if dim == 256 else 128, num_warps=8, num_stages=2)
+    variant = Variant(family="backward", backend="hopper", mask="causal", load="tma", fused=fused, split_roles=split_roles)
+    return Candidate(variant=variant, config=Config(**(values | numbers)))
+
+
+def gradients(dim=128, **changes):
+    return problem(**(LARGE | dict(direction="backward", head_dim_qk=dim, head_dim_v=dim) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(dim=64), backward(64, head_group=4)),
+        (dict(dim=128), backward(128, head_group=4)),
+        (dict(dim=256), backward(256, fused=False, split_roles=True, head_group=4)),
+        (dict(dim=64, head_dim_v=256), backward(256, fused=False, split_roles=True, head_group=4)),
+        (dict(deterministic=True), backward(fused=False, head_group=4)),
+        (dict(dim=64, seqlen_q=60), backward(64, block_m=64, num_stages=1, head_group=4)),
+        (dict(batch=1, heads_q=4, heads_kv=1), backward()),
+    ],
+)
+def test_default_of_backward_problems(changes, expected):
+    large = gradients(**changes)
+    assert space.default(large, H200) == expected
+    assert expected in space.candidates(large, H200)
+    assert space.backends(large, H200) == ["triton", "hopper"]
+
+
+@pytest.mark.parametrize("device", [H200, A100], ids=lambda device: device.arch)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dims", [(8, 8), (64, 64), (40, 80), (128, 128), (192, 128), (256, 256)], ids=str)
+def test_portable_default_of_backward_problems(device, dtype, dims):
+    for seqlen_q, seqlen_kv in ((1, 1), (2048, 2048), (5, 700), (0, 3), (3, 0)):
+        each = gradients(seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, head_dim_qk=dims[0], head_dim_v=dims[1], dtype=dtype, mask="full")
+        portable = space.portable_default(each, device)
+        assert portable.variant.backend == "triton"
+        assert portable in space.candidates(each, device)
+        if device is A100 or dtype == "float32":
+            assert space.default(each, device) == portable
+
+
+def test_what_hopper_kernels_do_not_take_has_a_portable_backward():
+    for changes in (dict(dtype="float32"), dict(aligned_16=False), dict(head_dim_v=100), dict(seqlen_q=32), dict(seqlen_kv=0)):
+        odd = gradients(**changes)
+        assert space.backends(odd, H200) == ["triton"]
+        assert space.default(odd, H200).variant.backend == "triton"
+        assert space.adapt(backward(), odd, H200) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "candidate", "changes"),
+    [
+        ("tile", backward(64), dict()),
+        ("tile", backward(block_n=64), dict()),
+        ("tile", backward(), dict(dim=256)),
+        ("block_m", backward(64, num_stages=1), dict(dim=64, seqlen_q=64)),
+        ("split_roles", backward(split_roles=True), dict()),
+        ("split_roles", backward(256, fused=False), dict(dim=256)),
+        ("fused", backward(256, split_roles=True), dict(dim=256)),
+        ("fused", backward(), dict(deterministic=True)),
+        ("smem", backward(num_stages=3), dict()),
+        ("num_stages", backward(fused=False, num_stages=4), dict()),
+        ("num_stages", backward(), dict(seqlen_q=64)),
+        ("head_group", backward(head_group=64), dict()),
+        ("head_group", backward(head_group=4), dict(batch=1, heads_kv=1)),
+        ("num_warps", backward(num_warps=4), dict()),
+        ("persistent", backward(persistent=True), dict()),
+        ("maxnreg", backward(maxnreg=128), dict()),
+    ],
+)
+def test_each_limit_of_backward_hopper_kernels_has_a_name(name, candidate, changes):
+    assert names(space.violations(candidate, gradients(**changes), H200)) == {name}
+
+
+def test_directions_are_not_mixed():
+    forward, large = space.default(problem(**LARGE), H200), gradients()
+    assert "family" in names(space.violations(forward, large, H200))
+    assert "family" in names(space.violations(backward(), problem(**LARGE), H200))
+    assert space.adapt(forward, large, H200) is None
+    assert space.adapt(backward(), problem(**LARGE), H200) is None
+    wrong = dataclasses.replace(forward, variant=dataclasses.replace(forward.variant, fused=True, split_roles=True))
+    assert names(space.violations(wrong, problem(**LARGE), H200)) == {"fused", "split_roles"}
+
+
+def test_a_backward_winner_is_made_to_fit():
+    wide = backward(256, fused=False, split_roles=True, head_group=8)
+    assert space.adapt(wide, gradients(), H200) == backward(head_group=8)
+    assert space.adapt(wide, gradients(64), H200) == backward(64, head_group=8)
+    assert space.adapt(wide, gradients(deterministic=True), H200) == backward(fused=False, head_group=8)
+    assert space.adapt(backward(64, block_m=64, num_stages=3), gradients(), H200) == backward()  # three do not fit
+    assert space.adapt(backward(fused=False, num_stages=3), gradients(64), H200) == backward(64, block_m=64, fused=False, num_stages=3)
+    full = space.adapt(wide, gradients(256, mask="full"), H200)
+    assert (full.config.head_group, full.variant.mask) == (1, "full")
+    portable = space.portable_default(gradients(64), H200)
+    assert space.adapt(portable, gradients(256), H200).config.block_n == 64
+    assert space.adapt(portable, gradients(128, dtype="float32"), A100) is not None
+    assert space.adapt(portable, gradients(64, seqlen_q=20, seqlen_kv=20), H200).config.block_n == 32
+
+
+def test_the_backward_space_is_small():
+    for dim, mask in itertools.product((64, 128, 256), ("full", "causal")):
+        found = space.candidates(gradients(dim, mask=mask), H200)
+        specialised = [each for each in found if each.variant.backend == "hopper"]
+        assert (1 if dim == 256 else 4) <= len(specialised) <= 40
+        assert len(found) <= 300
+        assert {each.variant.fused for each in specialised} == ({False} if dim == 256 else {False, True})
+
+
+# 230 816 bytes are what a probe of 128 columns with two stages needed (H200, 2026-11-29).
+def test_shared_memory_of_backward_hopper_kernels():
+    assert resources.smem_bytes(backward(), gradients(), H200) == pytest.approx(230816, abs=512)
+    for each, dim in ((backward(64), 64), (backward(64, block_m=64), 64), (backward(), 128), (backward(256, False, True), 256)):
+        assert resources.smem_bytes(each, gradients(dim), H200) <= H200.smem_per_block_bytes
+        more = dataclasses.replace(each, config=dataclasses.replace(each.config, num_stages=3))
+        fits = resources.smem_bytes(more, gradients(dim), H200) <= H200.smem_per_block_bytes
+        assert fits == (each.config.block_m == dim)

@@ -1,10 +1,11 @@
-"""Legality of backward kernels, which are portable: a program owns block_n rows and walks block_m of the others at a time."""
+"""Legality of portable backward kernels: a program owns block_n rows and walks block_m of the others at a time."""
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from flashgen import schedule
+from flashgen import resources, schedule
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
@@ -14,19 +15,27 @@ from flashgen.schedule import tile_rows
 MOST_ACCUMULATORS = 128
 MOST_ACCUMULATORS_FP32 = 32  # ordinary cores take both operands from registers
 
-# What backward kernels have no choice of: the values of these fields.
-_PLAIN: tuple[tuple[Variant | Config, tuple[str, ...]], ...] = (
-    (Variant(family="backward"), ("backend", "load", "order", "ping_pong", "lazy_rescale", "longest_first", "scale_first")),
-    (Config(block_m=16, block_n=16, num_warps=4, num_stages=1), ("head_group", "persistent", "q_stages", "maxnreg")),
-)
+# What these kernels have no choice of.
+FIXED: dict[str, Any] = {
+    "load": "pointer",
+    "order": "",
+    "ping_pong": False,
+    "lazy_rescale": False,
+    "q_stages": 1,
+    "maxnreg": None,
+    "persistent": False,
+    "longest_first": False,
+    "head_group": 1,
+    "fused": False,
+    "split_roles": False,
+}
 
 Violation = tuple[str, str]  # name of the constraint, message
 
 
-def axes(problem: Problem) -> dict[str, list[Any]]:
-    """Choices of every knob."""
-    plain = {name: [getattr(part, name)] for part, names in _PLAIN for name in names if name != "scale_first"}
-    return plain | {
+def axes(problem: Problem, device: Device) -> dict[str, list[Any]]:
+    """Choices of every other knob."""
+    return {
         "block_m": [16, 32, 64, 128],
         "block_n": [16, 32] if problem.itemsize == 4 else [32, 64, 128],
         "num_warps": [4, 8],
@@ -35,30 +44,9 @@ def axes(problem: Problem) -> dict[str, list[Any]]:
     }
 
 
-def smem_bytes(candidate: Candidate, problem: Problem, device: Device) -> int:
-    """Shared memory that the hungriest function asks for, that of dk and dv, as Triton 3.6 lays it out: right to 8 %, never less."""
-    config, size = candidate.config, problem.itemsize
-    row_bytes = (schedule.tile_dim(problem.head_dim_qk) + schedule.tile_dim(problem.head_dim_v)) * size
-    # What is walked has num_stages buffers, or one less where products read registers (mma.sync) and a tile is free once it was read.
-    from_smem = 90 <= device.capability < 120 and size == 2 and config.block_n >= 64
-    buffers = max(1, config.num_stages if from_smem else config.num_stages - 1)
-    total = (config.block_n + buffers * config.block_m) * row_bytes + 8 * config.block_m * buffers
-    if not from_smem:
-        total += config.block_m * config.block_n * size  # weights change layout
-        if size == 2 and config.num_stages == 1:
-            total += config.block_m * row_bytes // 2  # and so do tiles that products read both ways
-    return total
-
-
 def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
     """Clauses in the order in which they are judged."""
     config = candidate.config
-    for part, (plain, names) in zip((candidate.variant, config), _PLAIN):
-        for name in names:
-            value, needed = getattr(part, name), getattr(plain, name)
-            if value != needed:
-                yield name, f"is {value!r}, must be {needed!r}: backward kernels have no such choice"
-
     # Triton's tensors have powers of two of elements, and its products at least 16 rows, columns and depth.
     for name, least in (("block_m", 16), ("block_n", 16), ("num_warps", 1)):
         value = getattr(config, name)
@@ -75,18 +63,15 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
         if getattr(config, name) > rows:
             yield name, f"is {getattr(config, name)}, the longer sequence fills {rows}"
     # What a thread holds for the whole loop, and for a block of it.
-    threads = 32 * config.num_warps
-    accumulators = config.block_n * (schedule.tile_dim(problem.head_dim_qk) + schedule.tile_dim(problem.head_dim_v)) / threads
-    most = MOST_ACCUMULATORS if problem.itemsize == 2 else MOST_ACCUMULATORS_FP32
+    accumulators, most = _accumulators(config, problem)
     if accumulators > most and config.block_n > 16:
         yield "registers", f"dk and dv take {accumulators:g} of a thread, more than {most}"
-    scores = config.block_m * config.block_n / threads
-    most = 32 if problem.itemsize == 2 else 4
+    scores, most = _scores(config, problem)
     if scores > most:
         yield "registers", f"scores take {scores:g} of a thread, more than {most}"
     if problem.itemsize == 2 and config.block_n < 8 * config.num_warps:
         yield "warp_rows", f"{config.num_warps} warps need {8 * config.num_warps} rows, block_n is {config.block_n}"
-    smem = smem_bytes(candidate, problem, device)
+    smem = resources.smem_bytes(candidate, problem, device)
     if smem > device.smem_per_block_bytes:
         yield "smem", f"needs {smem} bytes, {device.name} has {device.smem_per_block_bytes}"
     # A pipeline deeper than the longest loop is the same kernel as a shorter one.
@@ -100,7 +85,7 @@ def order_violations(candidate: Candidate, problem: Problem, device: Device) -> 
     return iter(())
 
 
-def pick(problem: Problem, device: Device, fixed: dict[str, Any]) -> Candidate:
+def pick(problem: Problem, device: Device) -> Candidate:
     """The hand-picked candidate: the largest tiles of which no function spills at head dims up to 128. Registers are those of dk and dv,
     causal, in bf16, as Triton 3.6 compiles them; nothing here was measured on a GPU yet."""
     dim = max(schedule.tile_dim(problem.head_dim_qk), schedule.tile_dim(problem.head_dim_v))
@@ -108,19 +93,43 @@ def pick(problem: Problem, device: Device, fixed: dict[str, Any]) -> Candidate:
         block_m, block_n, num_warps, num_stages = 16, 32 if dim <= 64 else 16, 8, 1
     elif dim <= 128 and device.capability < 90:
         # 255 on sm_80 with head dim 128, where a window spills 8 bytes with 64 rows and needs 175 with 32. 64 x 128 spill 8 at 64.
-        block_m, block_n, num_warps, num_stages = 32 if dim > 64 and fixed["mask"] == "window" else 64, 64, 8, 2
+        block_m, block_n, num_warps, num_stages = 32 if dim > 64 and problem.band[0] is not None else 64, 64, 8, 2
     elif dim <= 64:
         block_m, block_n, num_warps, num_stages = 64, 128, 8, 2  # 215 on sm_90
     elif dim <= 128:
         block_m, block_n, num_warps, num_stages = 32, 128, 8, 2  # 246 on sm_90; 64 x 128 spill 128 bytes without a mask
     else:
         block_m, block_n, num_warps, num_stages = 16, 64, 8, 2  # 255 and 144 bytes spilled on sm_90, none on sm_80
-    rows = _most_rows(problem)
-    block_m, block_n = min(block_m, rows), min(block_n, rows)
+    numbers = Config(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+    return Candidate(variant=Variant(family="backward"), config=numbers)
+
+
+def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate:
+    """A candidate with the structure that the problem requires, whose numbers are cut down where that may make them legal."""
+    rows, config = _most_rows(problem), candidate.config
+    config = replace(config, block_m=min(config.block_m, rows), block_n=min(config.block_n, rows))
+    while config.block_n > 16 and _accumulators(config, problem)[0] > _accumulators(config, problem)[1]:
+        config = replace(config, block_n=config.block_n // 2)
+    while config.block_m > 16 and _scores(config, problem)[0] > _scores(config, problem)[1]:
+        config = replace(config, block_m=config.block_m // 2)
     if problem.itemsize == 2:
-        num_warps = min(num_warps, max(4, block_n // 8))
-    numbers = Config(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=min(num_stages, _longest_loop(problem, block_m)))
-    return Candidate(variant=Variant(**fixed), config=numbers)
+        config = replace(config, num_warps=min(config.num_warps, max(4, config.block_n // 8)))
+    config = replace(config, num_stages=min(config.num_stages, _longest_loop(problem, config.block_m)))
+    shrunk = replace(candidate, config=config)
+    while shrunk.config.num_stages > 1 and resources.smem_bytes(shrunk, problem, device) > device.smem_per_block_bytes:
+        shrunk = replace(shrunk, config=replace(shrunk.config, num_stages=shrunk.config.num_stages - 1))
+    return shrunk
+
+
+def _accumulators(config: Config, problem: Problem) -> tuple[float, int]:
+    """How much of dk and dv a thread holds, and may hold."""
+    columns = schedule.tile_dim(problem.head_dim_qk) + schedule.tile_dim(problem.head_dim_v)
+    return config.block_n * columns / (32 * config.num_warps), MOST_ACCUMULATORS if problem.itemsize == 2 else MOST_ACCUMULATORS_FP32
+
+
+def _scores(config: Config, problem: Problem) -> tuple[float, int]:
+    """How many scores of a block a thread holds, and may hold."""
+    return config.block_m * config.block_n / (32 * config.num_warps), 32 if problem.itemsize == 2 else 4
 
 
 def _most_rows(problem: Problem) -> int:
