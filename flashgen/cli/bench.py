@@ -29,7 +29,7 @@ def bench(
 ) -> Answer:
     """Times what flashgen.attention runs, the default candidate and SDPA's backends in turn, on the GPU here.
 
-    Comma lists bench several problems.
+    Comma lists bench several problems. Of a backward problem the backward pass alone is timed, everything that it launches.
     """
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ArgumentError(f"--seconds is {seconds}; it must be above 0")
@@ -72,30 +72,31 @@ def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]",
     """
     import torch
 
-    from flashgen import check, cost
-    from flashgen.bench import Policy, peer, peers
-    from flashgen.launch import bind
+    from flashgen import cost
+    from flashgen.bench import Policy, peer
     from flashgen.record import Measurement, Record, Status
     from flashgen.search import provenance
+    from flashgen.search.directions import direction_of
 
     place = on_gpu.device or torch.device("cpu")  # with a stand-in for the GPU, kernels are interpreted
-    case = check.prepare(problem, place, seed=0)
+    direction = direction_of(problem)
+    case = direction.prepare(problem, place, 0)
     calls: dict[str, Callable[[], object]] = {}
     kernels, checks = {}, {}
     for name, candidate in {str(candidate): candidate for candidate in candidates}.items():
-        launch = bind(candidate, problem, case.query, case.key, case.value, case.out, case.lse, device)
+        launch = direction.bind(candidate, case, device)
         kernels[name] = launch.kernel
-        checks[name] = check.check(launch, case)
+        checks[name] = direction.check(launch, case)
         if checks[name].ok:
             calls[name] = case.bind(launch)
-    others = peers(problem, case.query, case.key, case.value)
-    times = on_gpu.compare(calls | others, policy=Policy(seconds=seconds))
+    others = direction.peers(case)
+    times = on_gpu.compare({**calls, **others}, policy=Policy(seconds=seconds))
     now = on_gpu.conditions()
     state: dict[str, Any] = dict(sm_clock_mhz=now.sm_clock_mhz, power_w=now.power_w)
     where = replace(provenance.now(provenance.here()), gpu=torch.cuda.get_device_name(place) if place.type == "cuda" else "")
     rows = []
     for name, kernel in kernels.items():
-        resources = None if kernel.compiled is None else kernel.resources
+        resources = None if kernel.interpreted else kernel.resources
         verdict = checks[name]
         seen = dict(error=verdict.error, tolerance=verdict.tolerance, resources=resources, message=verdict.message, **state)
         measurement = times[name].measurement(**seen) if name in times else Measurement(status=Status.WRONG_RESULT, **seen)

@@ -9,14 +9,14 @@ from rich.console import Console
 from flashgen import canonical
 from flashgen.cli.answer import Answer, say
 from flashgen.cli.options import DatabaseOptions, DeviceOptions, ProblemOptions
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, UnsupportedError
 
 EMIT = ("source", "ttgir", "ptx", "sass")
 MOST_INSTRUCTIONS = 12  # kinds that are shown
 
 
 def explain(problem: ProblemOptions, device: DeviceOptions, database: DatabaseOptions) -> Answer:
-    """Which kernel flashgen.attention runs for a problem, from which row of the database, and why."""
+    """Which kernel flashgen.attention runs for a problem, forward or backward, from which row of the database, and why."""
     from flashgen.dispatch.explanation import explained
 
     explanation = explained(problem.problem(), device.get_or_stand_in(), database.open_existing().winners())
@@ -56,6 +56,9 @@ def generate(
     explanation = explained(stated, part, database.open_existing().winners())
     if explanation.candidate is None:
         raise ArgumentError("this problem has no queries or no keys, so there is no kernel to generate")
+    if stated.direction != "forward":
+        name = explanation.candidate.variant.name
+        raise UnsupportedError(f"launchers are written for forward kernels only; --variant {name} alone writes the module of this one")
     files = export(explanation.candidate, stated, part, out, emit=kinds)
     kernel = build(explanation.candidate, stated, part)  # a look-up, after the export
     resources = None if kernel.compiled is None else kernel.resources

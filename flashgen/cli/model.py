@@ -10,6 +10,7 @@ from rich.console import Console
 from flashgen.cli.answer import Answer
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError
+from flashgen.problem import DIRECTIONS
 
 
 def model(
@@ -20,10 +21,11 @@ def model(
     sram_kb: Annotated[
         float | None, typer.Option(metavar="KB", help="On-chip memory in units of 1024 bytes; by default one SM's.", show_default=False)
     ] = None,
+    direction: Annotated[str, typer.Option(metavar="NAME", help=f"{' or '.join(DIRECTIONS)} (gradients).")] = "forward",
 ) -> Answer:
     """Memory traffic and time of standard attention and FlashAttention, by the paper's model.
 
-    Elements are per head, times and score bytes over all heads; bf16, forward, no mask.
+    Elements are per head, times and score bytes over all heads; bf16, no mask.
     """
     from flashgen import theory
 
@@ -31,13 +33,13 @@ def model(
         raise ArgumentError(f"--sram-kb is {sram_kb}; it must be above 0")
     part = Device.named(device)
     sram_bytes = None if sram_kb is None else sram_kb * 1024
-    layer = theory.layer(seqlen, head_dim, heads, part, sram_bytes=sram_bytes)
+    layer = theory.layer(seqlen, head_dim, heads, part, sram_bytes=sram_bytes, direction=direction)
 
     def show(console: Console) -> None:
         from flashgen.report.layer import layer_plot, layer_table
 
-        console.print(layer_table(layer, seqlen, head_dim, heads, part))
+        console.print(layer_table(layer, seqlen, head_dim, heads, part, direction))
         console.print()
-        console.print(layer_plot(seqlen, head_dim, part, sram_bytes))
+        console.print(layer_plot(seqlen, head_dim, part, sram_bytes, direction))
 
     return Answer(data=dataclasses.asdict(layer), show=show)

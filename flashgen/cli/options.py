@@ -11,7 +11,7 @@ import typer
 from flashgen.cli.answer import notice
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError, UnsupportedError
-from flashgen.problem import DTYPES, LAYOUTS, MASKS, Problem
+from flashgen.problem import DIRECTIONS, DTYPES, LAYOUTS, MASKS, Problem
 
 if TYPE_CHECKING:
     from flashgen.database import Database
@@ -47,7 +47,13 @@ class ProblemOptions:
     causal: Annotated[bool, typer.Option("--causal", help="Short for --mask causal.", rich_help_panel="Problem")] = False
     window: Annotated[str | None, _option("Keys seen before and after the diagonal; -1 is unbounded.", "LEFT,RIGHT")] = None
     layout: Annotated[str | None, _option(f"{' or '.join(LAYOUTS)}; bhsd by default.", "ORDER")] = None
-    return_lse: Annotated[bool, typer.Option("--return-lse", help="Store the log-sum-exp too.", rich_help_panel="Problem")] = False
+    direction: Annotated[str | None, _option(f"{' or '.join(DIRECTIONS)} (gradients); forward by default.", "NAME[,NAME]")] = None
+    return_lse: Annotated[
+        bool, typer.Option("--return-lse", help="Store the log-sum-exp too; backward: it has a gradient.", rich_help_panel="Problem")
+    ] = False
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Backward: the same bits every time.", rich_help_panel="Problem")
+    ] = False
 
     def problem(self) -> Problem:
         """The one problem that is stated. Raises ArgumentError for several."""
@@ -67,8 +73,9 @@ class ProblemOptions:
             [{}] if self._given("hidden", instead_of="heads") else self._pair("heads"),
             [{}] if self._given("tokens", instead_of="batch") else [{"batch": number} for number in _numbers("batch", self.batch or "1")],
             [{"layout": name} for name in _words(texts["layout"])],
+            [{"direction": name} for name in _words(self.direction or "forward")],
         ]
-        fixed = {"window": _window(self.window), "return_lse": self.return_lse}
+        fixed = {"window": _window(self.window), "return_lse": self.return_lse, "deterministic": self.deterministic}
         stated = ({name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices))
         return list(dict.fromkeys(Problem(**self._filled(values | fixed)) for values in stated))
 
@@ -77,7 +84,7 @@ class ProblemOptions:
         for name, value in self._wanted():
             if getattr(problem, name) not in value:
                 return False
-        return not self.return_lse or problem.return_lse
+        return problem.return_lse >= self.return_lse and problem.deterministic >= self.deterministic
 
     def _wanted(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
         for name, both in PAIRS.items():
@@ -87,7 +94,12 @@ class ProblemOptions:
                     yield side, tuple(_numbers(side if getattr(self, side) else name, text))
         if self.batch is not None:
             yield "batch", tuple(_numbers("batch", self.batch))
-        for name, allowed, text in (("dtype", DTYPES, self.dtype), ("mask", MASKS, self._mask()), ("layout", LAYOUTS, self.layout)):
+        for name, allowed, text in (
+            ("dtype", DTYPES, self.dtype),
+            ("mask", MASKS, self._mask()),
+            ("layout", LAYOUTS, self.layout),
+            ("direction", DIRECTIONS, self.direction),
+        ):
             if text is not None:
                 words = tuple(SHORT_DTYPES.get(word, word) for word in _words(text))
                 for word in words:

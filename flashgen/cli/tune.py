@@ -26,9 +26,9 @@ def tune(
 ) -> Answer:
     """Searches for the fastest kernel of a problem, and keeps every trial in the database.
 
-    Comma lists tune every combination; what is in the database already is not measured again, so the same command goes on where
-    it was stopped. Ctrl-C keeps what was found. With --device naming another GPU nothing is measured: the model's favourites are
-    compiled, and stored as predicted.
+    Comma lists tune every combination, so --direction forward,backward what training needs; what is in the database already is not
+    measured again, so the same command goes on where it was stopped. Ctrl-C keeps what was found. With --device naming another GPU
+    nothing is measured: the model's favourites are compiled, and stored as predicted.
     """
     from flashgen.cli.progress import Live
     from flashgen.search import Budget, Session

@@ -102,8 +102,8 @@ def attention(
     in Triton's interpreter if TRITON_INTERPRET=1 was set before triton was loaded (in float16 and float32), else are refused.
 
     Differentiable once, in query, key and value: a call with inputs that need gradients keeps them, out and the LSE, and returns
-    them in the inputs' dtype; a backward pass computes only those that are needed, the same bits every time. So is the LSE.
-    The kernels of the backward pass are portable ones that nothing tunes yet. Under torch.no_grad() and torch.inference_mode()
+    them in the inputs' dtype; a backward pass computes only those that are needed. So is the LSE. The fastest kernels give dq other bits
+    from run to run, none does under torch.use_deterministic_algorithms(True). Under torch.no_grad() and torch.inference_mode()
     nothing is kept.
 
     Never tunes: without a measured winner it runs the nearest one, else the cost model's choice, says so once in the log, and
@@ -184,7 +184,7 @@ def explain(
     device: Device | str | None = None,
     database: "Database | None" = None,
 ) -> Explanation:
-    """Which candidate `attention` runs for these arguments, or for a Problem, and why; nothing is built or launched.
+    """Which candidate `attention` runs for these arguments, or for a Problem of either direction, and why; nothing is built or launched.
 
     Of tensors that need gradients it explains the forward kernel with its LSE stored, which such calls run; one line of every
     explanation names the kernels that compute gradients.
@@ -209,7 +209,15 @@ def explain(
     planner = _planner_here()
     winners = planner.winners() if database is None else database.winners()
     failures = planner.failures(problem, device)
-    return explained(problem, device, winners, negative_scale=negative_scale, portable=interpreted(), failures=failures)
+    return explained(
+        problem,
+        device,
+        winners,
+        negative_scale=negative_scale,
+        portable=interpreted(),
+        failures=failures,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 def reset() -> None:

@@ -39,7 +39,7 @@ _MISSING_FEATURES = {
     "q_descale": "FP8",
     "k_descale": "FP8",
     "v_descale": "FP8",
-    "deterministic": "such a switch, and is always deterministic: leave it out",
+    "deterministic": "such a switch: torch.use_deterministic_algorithms(True) is one",
 }
 _OTHER_NAMES = {
     "is_causal": "causal: True aligns the diagonal to the last query and key, 'top_left' to the first ones as PyTorch's SDPA does",
@@ -132,9 +132,9 @@ def converted(tensor: Tensor, cast: torch.dtype | None) -> Tensor:
     return tensor.resolve_neg().contiguous() if needs_copy(tensor, None) else tensor
 
 
-def strides_aligned(tensor: Tensor, least: int = 1) -> bool:
-    """Whether strides are multiples of 16 bytes, and at least so many elements. The last dimension is contiguous."""
-    return all(stride >= least and stride * tensor.element_size() % 16 == 0 for size, stride in _steps(tensor) if size > 1)
+def strides_aligned(tensor: Tensor) -> bool:
+    """Whether strides are multiples of 16 bytes, and none is 0. The last dimension is contiguous."""
+    return all(stride > 0 and stride * tensor.element_size() % 16 == 0 for size, stride in _steps(tensor) if size > 1)
 
 
 def require_no_transform(tensor: Tensor | None = None) -> None:

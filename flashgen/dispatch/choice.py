@@ -66,19 +66,22 @@ def choices(
     """Choices for a problem that is not empty, best first, each candidate once.
 
     A candidate in failures is left out, and the reason said; failures may grow while this is iterated. With a negative scale each
-    candidate is taken in its scale_first form, the only one that is right then. portable: only kernels that Triton's interpreter runs.
-    A backward problem has exact winners, the default, and the smallest candidates; its kernels are right for scales of any sign.
+    candidate is taken in its scale_first form, the only one that is right then; backward kernels are right for scales of any sign.
+    portable: only kernels that Triton's interpreter runs. A deterministic problem has no candidate that is not.
     """
     because: list[str] = []
-    backward = problem.direction == "backward"
-    sources = _backward_sources(problem, device, winners, because) if backward else _sources(problem, device, winners, because, portable)
-    for candidate, how, record, away in sources:
-        if negative_scale and not backward:
+    for candidate, how, record, away in _sources(problem, device, winners, because, portable):
+        if negative_scale and problem.direction == "forward":
             candidate = replace(candidate, variant=replace(candidate.variant, scale_first=True))
         if failures is None or candidate not in failures:
             yield Choice(candidate=candidate, how=how, record=record, distance=away, because=tuple(because))
         if failures is not None and candidate in failures:
             because.append(f"{candidate} failed here: {failures[candidate]}")
+
+
+def has_nothing_to_compute(problem: Problem) -> bool:
+    """Without queries or keys results are zeros (and -inf as the LSE), and no kernel runs."""
+    return 0 in (problem.batch, problem.seqlen_q, problem.seqlen_kv)
 
 
 def distance(record: Record, problem: Problem, device: Device) -> float:
@@ -90,7 +93,7 @@ def distance(record: Record, problem: Problem, device: Device) -> float:
     - 1.5 for another kind of mask, 0.2 for another diagonal;
     - for each octave between sizes: 0.3 for seqlen_q, 0.25 for the mean number of keys a query sees, 0.2 for batch * heads_q,
       0.2 for the query heads that share a key/value head;
-    - 1 if one is aligned for TMA and the other is not, 0.1 for another layout, 0.1 for storing the LSE or not;
+    - 1 if one is aligned for TMA and the other is not, 0.1 for another layout, 0.1 for storing the LSE (backward: a gradient of it) or not;
     - 0.5 for a sibling of the device (the same architecture), 1 for each octave between SM counts and 0.5 for each between DRAM
       bandwidths; other architectures are infinitely far.
 
@@ -132,13 +135,17 @@ def _sources(
     known = list(winners)
     if not any(_is_own(record, problem, device) for record in known):
         because.append("no winner was measured for this problem on this device")
-    for away, record, doubts in _near(problem, device, known):
+    fit: list[Record] = []
+    unfit: list[Record] = []
+    for record in known:
+        (unfit if record.candidate is not None and _unfit(record.candidate, problem, portable) else fit).append(record)
+    for _, record, _ in _near(problem, device, unfit)[:1]:
+        assert record.candidate is not None
+        because.append(f"{_row(record)} is {record.candidate}, {_unfit(record.candidate, problem, portable)}")
+    for away, record, doubts in _near(problem, device, fit):
         assert record.candidate is not None
         candidate = space.adapt(record.candidate, problem, device)
-        row = f"the winner of {record.problem} on {record.device.name}"
-        if portable and record.candidate.variant.backend != "triton":
-            because.append(f"{row} is {record.candidate}, which Triton's interpreter does not run")
-            continue
+        row = _row(record)
         if candidate is None:
             broken = space.violations(record.candidate, problem, device) if _is_own(record, problem, device) else []
             if record.candidate.variant.backend == "hopper" and not broken and space.without_hopper(problem, device):
@@ -159,46 +166,24 @@ def _sources(
         if candidate not in given:
             given.add(candidate)
             yield candidate, "predicted", None, None
-    for default in (space.portable_default,) if portable else (space.default, space.portable_default):
+    for default in (space.default, space.portable_default):
         candidate = default(problem, device)
-        if candidate not in given:
+        if candidate not in given and not _unfit(candidate, problem, portable):
             given.add(candidate)
             yield candidate, "default", None, None
 
 
-def _backward_sources(
-    problem: Problem, device: Device, winners: Iterable[Record], because: list[str]
-) -> Iterator[tuple[Candidate, str, Record | None, float | None]]:
-    """The same for a backward problem. Nothing ranks backward kernels yet, so no winner is carried over to another problem."""
-    given: set[Candidate] = set()
-    own = [record for record in winners if _is_own(record, problem, device)]
-    if not own:
-        because.append("no winner was measured for this problem on this device")
-    for away, record, doubts in _near(problem, device, own):
-        assert record.candidate is not None
-        row = f"the winner of {record.problem} on {record.device.name}"
-        if broken := space.violations(record.candidate, problem, device):
-            because.append(f"{row} is not legal here: {'; '.join(broken)}")
-            continue
-        because.extend(f"{row}: {doubt}" for doubt in doubts)
-        if record.candidate not in given:
-            given.add(record.candidate)
-            yield record.candidate, "nearest" if doubts else "exact", record, away
-    default = space.default_backward(problem, device)
-    if default not in given:
-        given.add(default)
-        yield default, "default", None, None
-    modest = heapq.nsmallest(_PREDICTED, space.candidates(problem, device), key=_modesty)
-    for candidate in modest:
-        if candidate not in given:
-            given.add(candidate)
-            yield candidate, "default", None, None
+def _row(record: Record) -> str:
+    return f"the winner of {record.problem} on {record.device.name}"
 
 
-def _modesty(candidate: Candidate) -> tuple[int, int, int]:
-    """Small for candidates that need little of a device."""
-    config = candidate.config
-    return config.num_stages * (config.block_m + config.block_n), config.block_m * config.block_n, config.num_warps
+def _unfit(candidate: Candidate, problem: Problem, portable: bool) -> str:
+    """Why a candidate may not run, whatever it is worth; empty if it may."""
+    if portable and candidate.variant.backend != "triton":
+        return "which Triton's interpreter does not run"
+    if problem.deterministic and candidate.variant.fused:
+        return "which adds to dq in the order in which programs come along, and the problem is deterministic"
+    return ""
 
 
 def _near(problem: Problem, device: Device, winners: Sequence[Record]) -> list[tuple[float, Record, list[str]]]:
@@ -235,7 +220,7 @@ def _ranked(problem: Problem, device: Device, portable: bool) -> tuple[Candidate
         (
             (cost.estimate(candidate, problem, device).time_s, place, candidate)
             for place, candidate in enumerate(space.candidates(problem, device))
-            if not portable or candidate.variant.backend == "triton"
+            if not _unfit(candidate, problem, portable)
         ),
     )
     return tuple(candidate for _, _, candidate in ranked)

@@ -7,7 +7,7 @@ from typing import Any
 from flashgen import canonical, cost, space
 from flashgen.candidate import Candidate
 from flashgen.device import Device
-from flashgen.dispatch.choice import Choice, choices, choose, expected_us
+from flashgen.dispatch.choice import Choice, choices, choose, expected_us, has_nothing_to_compute
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Record
 
@@ -17,7 +17,8 @@ class Explanation:
     """The choice for a problem on a device.
 
     choice       None where no kernel runs: no query, or no key.
-    gradients    what computes the gradients, in a call with inputs that need them; None where there are none, or all failed.
+    gradients    what computes the gradients, in a call with inputs that need them; None where there are none, or all failed, and for
+                 a backward problem, whose choice does.
     estimate     the cost model's, for the chosen candidate.
     expected_us  the time measured for the row the choice came from; for a near row, times the ratio of the model's estimates.
     """
@@ -153,20 +154,26 @@ def explained(
     negative_scale: bool = False,
     portable: bool = False,
     failures: Mapping[Candidate, str] | None = None,
+    deterministic: bool = False,
 ) -> Explanation:
-    """The explanation of what is chosen from these winners. Raises UnsupportedError where flashgen has no kernel."""
-    problem.require_forward("explain")
+    """The explanation of what is chosen from these winners; deterministic: of kernels for the gradients of a forward problem, one that is.
+
+    Raises UnsupportedError where flashgen has no kernel.
+    """
     space.require_supported(problem, device)
-    if problem.is_empty or problem.seqlen_kv == 0:
+    if has_nothing_to_compute(problem):
         return Explanation(problem=problem, device=device, choice=None, gradients=None, estimate=None, expected_us=None)
     known = list(winners)
     choice = choose(problem, device, known, negative_scale=negative_scale, portable=portable, failures=failures)
-    backward = replace(problem, direction="backward", return_lse=False)
+    gradients = None
+    if problem.direction == "forward":
+        backward = replace(problem, direction="backward", return_lse=False, deterministic=deterministic)
+        gradients = next(choices(backward, device, known, portable=portable, failures=failures), None)
     return Explanation(
         problem=problem,
         device=device,
         choice=choice,
-        gradients=next(choices(backward, device, known, failures=failures), None),
+        gradients=gradients,
         estimate=cost.estimate(choice.candidate, problem, device),
         expected_us=expected_us(choice, problem, device),
     )

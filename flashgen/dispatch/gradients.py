@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashgen.dispatch.arguments import converted, require_no_transform, strides_aligned
+from flashgen.dispatch.choice import has_nothing_to_compute
 from flashgen.errors import UnsupportedError
 from flashgen.problem import Problem
 
@@ -74,7 +75,7 @@ class DifferentiablePlan:
         """dq, dk and dv, those that are needed; dk and dv come together, from one kernel."""
         needs_dq, needs_dk, needs_dv = needed
         needed = (needs_dq, needs_dk or needs_dv, needs_dk or needs_dv)
-        if self.problem.is_empty or self.problem.seqlen_kv == 0:
+        if has_nothing_to_compute(self.problem):
             return _each(torch.zeros_like, kept, needed)
         gradients = _each(_empty_gradient, kept, needed)
         aligned = all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
@@ -88,8 +89,7 @@ class DifferentiablePlan:
             self.problem,
             direction="backward",
             return_lse=kept.dlse is not None,
-            # Backward kernels load by pointers, for which a stride of 0 is as good as any.
-            aligned_16=aligned and all(strides_aligned(tensor, least=0) for tensor in kept.strided_with(gradients)),
+            aligned_16=aligned and all(strides_aligned(tensor) for tensor in kept.strided_with(gradients)),
             deterministic=deterministic,
         )
         run = self.choose(problem, kept, gradients, scale)
@@ -124,7 +124,7 @@ class FlashgenAttention(torch.autograd.Function):
                 value=_readable(value),
                 out=_readable(out),
                 lse=lse.contiguous(),
-                dout=_readable(out.new_zeros(()).expand(out.shape) if dout is None else dout),
+                dout=torch.zeros_like(out) if dout is None else _dense(dout),
                 dlse=None if dlse is None else dlse.resolve_neg().contiguous(),
             )
             gradients = ctx.plan.gradients(kept, ctx.needs_input_grad[1:4], ctx.scale)
@@ -163,6 +163,12 @@ def _readable(tensor: Tensor) -> Tensor:
         return tensor
     once = tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride()[:-1])
     return tensor[once].contiguous().expand(tensor.shape)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy where it is expanded, which TMA does not read, or its last dimension not contiguous."""
+    expanded = any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride()))
+    return _readable(tensor.contiguous() if expanded else tensor)
 
 
 def _each(made: Callable[[Tensor], Tensor], kept: Kept, needed: tuple[bool, ...]) -> Gradients:

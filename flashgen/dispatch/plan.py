@@ -16,7 +16,7 @@ from flashgen.build import Kernel, build, constants_of
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.dispatch.arguments import Call, converted, interpreted
-from flashgen.dispatch.choice import Choice, choices
+from flashgen.dispatch.choice import Choice, choices, has_nothing_to_compute
 from flashgen.dispatch.gradients import DifferentiablePlan, Gradients, Kept, RunBackward
 from flashgen.errors import BuildError, DatabaseError, LaunchError, UnsupportedError
 from flashgen.launch import needs_wide_offsets, prepare, prepare_backward
@@ -136,7 +136,7 @@ class Planner:
             plan = self._plan(call, run, device)
             return plan, plan(call.query, call.key, call.value, scale)
 
-        if problem.is_empty or problem.seqlen_kv == 0:
+        if has_nothing_to_compute(problem):
             return answer(_fill)
         negative = scale is not None and scale < 0
         return self._first_that_runs(problem, device, lambda choice: answer(self._launching(call, device, choice)), negative)
@@ -215,7 +215,7 @@ class Planner:
         """Say which choice a signature got: a warning the first time that nothing measured was near, else at level info."""
         away = "" if choice.distance is None else f" (distance {choice.distance:.2f})"
         said = f"{choice.how} choice{away} for {problem} on {device.name}: {choice.candidate}"
-        if choice.record is None and problem.direction == "forward":  # backward passes cannot be tuned yet
+        if choice.record is None:
             self._warn("unmeasured", "%s; no measured winner is near, tune this problem for one (more of this at level INFO)", said)
         _log.info("%s", said)
 

@@ -7,6 +7,7 @@
     finals      who wins: finalists compared on fresh samples, the winner validated
     proposals   what to try next; the only module that knows Optuna
     surrogate   the model behind it: estimate and measurements to expectations
+    directions  what a trial is made of, forward and backward
     measurer    the processes that measure, from outside; worker is what runs in them
     predicted   what can be said without the device; numerics checks kernels there
     replay      how good a strategy is, on times that are all known

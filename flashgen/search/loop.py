@@ -102,7 +102,6 @@ class Search:
     def run(self) -> Outcome:
         """Search, decide and validate. Raises NoWinnerError listing reasons, LaunchError if the GPU cannot be measured on."""
         self._began = self.clock.now()
-        self.problem.require_forward("the search")
         space.require_supported(self.problem, self.device)
         self._open()
         self.on_event(

@@ -87,14 +87,13 @@ def check_numerics(candidates: Sequence[Candidate], problem: Problem, device: De
 
 def main() -> None:
     """The child: a line of JSON for each candidate, with what is wrong with it, empty if nothing is."""
-    from flashgen import check
-    from flashgen.launch import bind
+    from flashgen.search.directions import direction_of
 
     request = json.loads(sys.stdin.read())
     answers, sys.stdout = sys.stdout, sys.stderr
     problem, device = Problem.from_dict(request["problem"]), Device.from_dict(request["device"])
-    case = check.prepare(problem, "cpu", seed=1)
+    direction = direction_of(problem)
+    case = direction.prepare(problem, "cpu", 1)
     for data in request["candidates"]:
-        launch = bind(Candidate.from_dict(data), problem, case.query, case.key, case.value, case.out, case.lse, device)
-        verdict = check.check(launch, case)
+        verdict = direction.check(direction.bind(Candidate.from_dict(data), case, device), case)
         print(json.dumps("" if verdict.ok else verdict.message), file=answers, flush=True)

@@ -50,7 +50,6 @@ def predict(
         with CompilePool() as pool:
             return predict(problem, device, database, top=top, seed=seed, on_event=on_event, compiler=pool, check=check)
     began = time.monotonic()
-    problem.require_forward("the search")
     space.require_supported(problem, device)
     candidates = space.candidates(problem, device)
     default = space.default(problem, device)

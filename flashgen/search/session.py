@@ -86,10 +86,9 @@ class Session:
         on_event = (lambda event: None) if on_event is None else on_event
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise ArgumentError(f"seed is {seed!r}; it must be a whole number of at least 0")
-        problem.require_forward("the search")
-        if problem.is_empty:
-            name = "batch" if problem.batch == 0 else "seqlen_q"
-            raise ArgumentError(f"{name} is 0: there is nothing to tune")
+        for name in ("batch", "seqlen_q", "seqlen_kv"):
+            if getattr(problem, name) == 0:
+                raise ArgumentError(f"{name} is 0: there is nothing to tune")
         if self.index is None:
             top = min(TOP, budget.trials or TOP)
             return predict(problem, self.device, self.database, top=top, seed=seed, on_event=on_event, compiler=self._compiler)

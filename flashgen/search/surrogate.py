@@ -43,8 +43,9 @@ def knobs(candidate: Candidate, estimate: Estimate | None) -> list[float]:
     ring = variant.backend == "hopper"
     numbers.extend(math.log2(config.num_stages) if ring is here else 0.0 for here in (False, True))
     # Registers a thread are what tile, warps and stages fight over: scores and accumulators of a thread.
+    owned = config.block_m if variant.family == "forward" else config.block_n
     numbers.append(math.log2(config.block_m * config.block_n / config.num_warps))
-    numbers.append(math.log2(config.block_m / config.num_warps))
+    numbers.append(math.log2(owned / config.num_warps))
     numbers.append(math.log2(max(1, estimate.programs_per_sm)) if estimate else 0.0)
     numbers.append(2.0 * math.log2(math.ceil(estimate.waves) / estimate.waves) if estimate and estimate.waves > 0 else 0.0)
     return numbers

@@ -133,6 +133,7 @@ class Worker:
     _launches: dict[Candidate, Any] = field(default_factory=dict)
     _bench: Any = None
     _case: Any = None
+    _direction: Any = None
     _warm: bool = False
     _device: Device | None = None
     _read: tuple[float, float | None, float | None] = (-1e9, None, None)
@@ -155,31 +156,30 @@ class Worker:
     def _prepare(self, request: Prepare) -> Ready:
         import torch
 
-        from flashgen import check
+        from flashgen.search.directions import direction_of
 
         torch.cuda.set_device(self.index)
         self.note("started")
         self._launches.clear()
         self._case = None
+        self._direction = direction_of(request.problem)
         self._device = request.device
         with self._exclusive():
             if not self._warm:
                 self._gpu().warm_up(request.warm_up_s)
                 self._warm = True
         with self._exclusive():
-            self._case = check.prepare(request.problem, self.place or f"cuda:{self.index}", request.seed)
+            self._case = self._direction.prepare(request.problem, self.place or f"cuda:{self.index}", request.seed)
             torch.cuda.synchronize()
         return Ready(gpu=torch.cuda.get_device_name(self.index))
 
     def _measure(self, request: Measure) -> Measurement:
         import torch
 
-        from flashgen import check
-
         launch, resources = self._launch(request.candidate)
         self.note("built")
         with self._exclusive():
-            verdict = check.check(launch, self._case)
+            verdict = self._direction.check(launch, self._case)
             torch.cuda.synchronize()
             if not verdict.ok:
                 return Measurement(
@@ -207,8 +207,7 @@ class Worker:
         with self._exclusive():
             peers: Mapping[str, Any] = {}
             if request.peers:
-                case = self._case
-                peers = bench.peers(case.problem, case.query, case.key, case.value, case.scale)
+                peers = self._direction.peers(self._case)
                 peers = {name: call for name, call in peers.items() if name != "math"}  # slower by an order of magnitude, and no rival
             times = self._gpu().compare(
                 {**calls, **peers},
@@ -225,15 +224,14 @@ class Worker:
     def _stress(self, request: Stress) -> Passed | Measurement:
         import torch
 
-        from flashgen import check
-        from flashgen.launch import bind
+        from flashgen.search.directions import direction_of
 
         torch.cuda.set_device(self.index)
-        place = self.place or f"cuda:{self.index}"
+        place, direction = self.place or f"cuda:{self.index}", direction_of(request.problem)
         with self._exclusive():
-            case = check.prepare(request.problem, place, request.seed)
-            launch = bind(request.candidate, request.problem, case.query, case.key, case.value, case.out, case.lse, request.device)
-            verdict = check.stress(launch, request.problem, place, seed=request.seed, repeats=STRESS_REPEATS)
+            case = direction.prepare(request.problem, place, request.seed)
+            launch = direction.bind(request.candidate, case, request.device)
+            verdict = direction.stress(launch, case, place, request.seed, STRESS_REPEATS)
             torch.cuda.synchronize()
         del case
         torch.cuda.empty_cache()  # another process measures with the rest of the memory
@@ -243,14 +241,11 @@ class Worker:
 
     def _launch(self, candidate: Candidate) -> tuple[Any, Resources]:
         """The candidate bound to the case's tensors, and its resources; kept for when it is the incumbent or a finalist."""
-        from flashgen.launch import bind
-
         if candidate not in self._launches:
-            case, device = self._case, self._device
-            assert case is not None and device is not None
+            assert self._case is not None and self._device is not None
             while len(self._launches) >= KEPT_LAUNCHES:
                 del self._launches[next(iter(self._launches))]
-            launch = bind(candidate, case.problem, case.query, case.key, case.value, case.out, case.lse, device)
+            launch = self._direction.bind(candidate, self._case, self._device)
             self._launches[candidate] = (launch, launch.kernel.resources)
         launch, resources = self._launches[candidate]
         return launch, resources
@@ -307,7 +302,7 @@ def _status(error: BaseException) -> Status:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """The device has no room for what the check or the bench allocates; kernels allocate nothing."""
+    """The device has no room for what the check or the bench allocates; launches allocate little or nothing beside that."""
     return type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError)
 
 

@@ -19,6 +19,7 @@ from flashgen.search.worker import Decide, Decision
 
 H200 = Device.named("h200")
 SMALL = Problem(batch=4, heads_q=8, heads_kv=8, seqlen_q=4096, seqlen_kv=4096, head_dim_qk=256, head_dim_v=256)  # 76 candidates
+BACKWARD = replace(SMALL, direction="backward", heads_kv=2, head_dim_qk=128, head_dim_v=128, mask="causal")
 HERE = Provenance(flashgen="0", torch="2.13.0", triton="3.6.0", cuda="13.0", driver="580.1", gpu="", utc="")
 
 

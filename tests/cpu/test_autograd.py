@@ -168,9 +168,9 @@ def gradients_of(dout: Tensor, **keywords: Any) -> tuple[tuple[Tensor, ...], tup
     ("dout", "copied"),
     [
         (torch.ones(()), True),
-        (torch.randn(16), False),
+        (torch.randn(16), True),
         (torch.randn(2, 1, 4, 1), True),
-        (torch.randn(2, 4, 1, 16), False),
+        (torch.randn(2, 4, 1, 16), True),
         (torch.randn(2, 4, 4, 16).transpose(1, 2), False),
         (torch.randn(2, 4, 16, 4).transpose(2, 3), True),
         (torch.randn(2, 9, 4, 20)[:, 2:6, :, 3:19], False),
@@ -178,22 +178,20 @@ def gradients_of(dout: Tensor, **keywords: Any) -> tuple[tuple[Tensor, ...], tup
     ],
 )
 def test_upstream_gradients_of_any_strides(kernels: Kernels, monkeypatch: pytest.MonkeyPatch, dout: Tensor, copied: bool) -> None:
-    """G02: nothing is copied where the last dimension is contiguous, and of an expanded one only what there is."""
-    sizes: list[int] = []
-    readable = gradients_module._readable
+    """G02: nothing is copied where the last dimension is contiguous and none is expanded. TMA reads no expanded ones."""
+    copies: list[bool] = []
+    dense = gradients_module._dense
 
     def seen(tensor: Tensor) -> Tensor:
-        result = readable(tensor)
-        if result.data_ptr() != tensor.data_ptr():
-            sizes.append(result.untyped_storage().nbytes())
+        result = dense(tensor)
+        copies.append(result.data_ptr() != tensor.data_ptr())
+        assert 0 not in result.stride()
         return result
 
-    monkeypatch.setattr(gradients_module, "_readable", seen)
+    monkeypatch.setattr(gradients_module, "_dense", seen)
     all_close(*gradients_of(dout, causal=True))
     all_close(*gradients_of(dout, causal=True))
-    assert len(sizes) == 2 * copied
-    if dout.dim() == 0:
-        assert sizes == [16 * 4] * 2, "one row of ones"
+    assert copies == [copied] * 2
     assert len(kernels.launches) == 2 and len(dispatch._plans) == 1
 
 
@@ -540,36 +538,66 @@ def asked(kernels: Kernels) -> Any:
     return kernels.backward_launches[-1][0], kernels.builds[-1][2]
 
 
-def test_an_exact_winner_or_the_default(kernels: Kernels, fresh: plan.Planner) -> None:
+def test_winners_of_backward_problems(kernels: Kernels, fresh: plan.Planner) -> None:
+    """By the rules of forward ones: the exact one, the nearest, or the model's favourite. None is of the other direction."""
     problem, device = asked(kernels)
-    default = space.default_backward(problem, device)
-    assert kernels.builds[-1][0] == default
-    other = next(each for each in space.candidates(problem, device) if each != default)
+    favourite = dispatch.choose(problem, device, ())
+    assert (favourite.how, favourite.candidate) == ("predicted", kernels.builds[-1][0])
+    other = next(each for each in space.candidates(problem, device) if each != favourite.candidate)
     row = backward_winner(problem, device, other)
-    for winners, right in [
-        ((row,), other),
-        ((backward_winner(dataclasses.replace(problem, batch=64), device, other),), default),
-        ((backward_winner(problem, device, other, source_sha256="0" * 64),), other),
+    for winners, how, right in [
+        ((row,), "exact", other),
+        ((backward_winner(dataclasses.replace(problem, batch=64), device, other),), "nearest", other),
+        ((backward_winner(problem, device, other, source_sha256="0" * 64),), "nearest", other),
+        (
+            (backward_winner(dataclasses.replace(problem, head_dim_qk=256, head_dim_v=256), device, other),),
+            "predicted",
+            favourite.candidate,
+        ),
     ]:
         dispatch.reset()
         fresh._winners = winners
-        assert dispatch.choose(problem, device, winners).candidate == right
+        choice = dispatch.choose(problem, device, winners)
+        assert (choice.how, choice.candidate) == (how, right)
         before = len(kernels.backward_launches)
         query, key, value = leaves()
         flashgen.attention(query, key, value, causal=True).sum().backward()
         assert len(kernels.backward_launches) == before + 1
-    assert dispatch.choose(problem, device, [row]).how == "exact"
+        explanation = flashgen.explain(problem, device=device, database=types.SimpleNamespace(winners=lambda winners=winners: winners))
+        assert (explanation.how, explanation.candidate, explanation.gradients) == (how, right, None)
+        assert explanation.predicted_us > explanation.bound_us > 0 and "backward" in str(explanation)
+        if how == "nearest":
+            assert explanation.expected_us > 0
     forward = dataclasses.replace(problem, direction="forward", return_lse=True)
     assert dispatch.choose(forward, device, [row]).candidate.variant.family == "forward", "no winner of the other direction"
+
+
+def test_deterministic_problems_get_no_other_kernels(kernels: Kernels) -> None:
+    """G09: a winner that adds to dq in any order is passed over, and said to be; one of the same problem that does not is used."""
+    problem, device = asked(kernels)
+    wanted = dataclasses.replace(problem, deterministic=True)
+    plain = next(each for each in space.candidates(problem, device) if not each.variant.fused)
+    fused = dataclasses.replace(plain, variant=dataclasses.replace(plain.variant, fused=True))
+    rows = [backward_winner(where, device, fused) for where in (problem, wanted, dataclasses.replace(problem, batch=64))]
+    for winners in (rows, [*rows, backward_winner(dataclasses.replace(problem, batch=128), device, plain)]):
+        each = list(dispatch.choices(wanted, device, winners))
+        assert each and not any(choice.candidate.variant.fused for choice in each)
+        assert each[0].how == ("predicted" if winners is rows else "nearest")
+        assert any("the problem is deterministic" in sentence for sentence in each[0].because)
+    choice = dispatch.choose(wanted, device, [backward_winner(problem, device, plain)])
+    assert (choice.how, choice.candidate, choice.distance) == ("nearest", plain, 0.05)
+    forward = dataclasses.replace(problem, direction="forward", return_lse=True)
+    explanation = dispatch.explanation.explained(forward, device, rows, deterministic=True)
+    assert not explanation.gradients.candidate.variant.fused
 
 
 @pytest.mark.parametrize("error", [BuildError("ptxas: too many registers"), LaunchError("kernel image is invalid")])
 def test_a_failing_choice_gives_way(kernels: Kernels, error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """T23: the next choice computes the gradients, and the reason is said once."""
     problem, device = asked(kernels)
-    default = space.default_backward(problem, device)
+    favourite = dispatch.choose(problem, device, ()).candidate
     dispatch.reset()
-    broken = lambda candidate: error if candidate == default else None  # noqa: E731
+    broken = lambda candidate: error if candidate == favourite else None  # noqa: E731
     if isinstance(error, BuildError):
         kernels.build_error = broken
         dispatch._planner._kernels.clear()
@@ -582,7 +610,7 @@ def test_a_failing_choice_gives_way(kernels: Kernels, error: Exception, caplog: 
         all_close(torch.autograd.grad(flashgen.attention(query, key, value, causal=True), (query, key, value), dout), right)
     assert sum(str(error) in record.getMessage() for record in caplog.records) == 1
     used = kernels.builds[-1][0]
-    assert used != default and used.variant.family == "backward"
+    assert used != favourite and used.variant.family == "backward"
     assert str(used) in str(flashgen.explain(query, key, value, causal=True))
 
 
@@ -615,7 +643,7 @@ def test_explain_names_the_kernels_of_both_directions(kernels: Kernels) -> None:
     assert kernels.backward_launches[0][0].aligned_16, "an expanded upstream gradient is read as fast as others"
     assert [each for each, _, _ in kernels.builds] == [explanation.candidate, explanation.gradients.candidate]
     (line,) = [line for line in str(explanation).splitlines() if line.startswith("gradients")]
-    assert str(explanation.gradients.candidate) in line and "(default)" in line and "LSE" not in line
+    assert str(explanation.gradients.candidate) in line and "(predicted)" in line and "LSE" not in line
     plain = flashgen.explain(query.detach(), key.detach(), value.detach(), causal=True)
     assert not plain.problem.return_lse and "which follows a forward kernel that stores the LSE" in str(plain)
     assert plain.to_dict()["gradients"]["candidate_name"] == str(explanation.gradients.candidate)

@@ -693,11 +693,16 @@ class Gpu:
     def clock(self):
         return self.now
 
-problem = Problem(batch=1, heads_q=2, heads_kv=1, seqlen_q=32, seqlen_kv=32, head_dim_qk=16, head_dim_v=16, dtype="float16", mask="causal")
+sizes = dict(batch=1, heads_q=2, heads_kv=1, seqlen_q=32, seqlen_kv=32, head_dim_qk=16, head_dim_v=16)
 device = Device.named("h200")
-candidates = space.candidates(problem, device)[:1] + [space.default(problem, device)]
-rows = bench.compare(problem, device, candidates, Bench(gpu=Gpu()), 0.1)
-print(json.dumps({"rows": [canonical.to_dict(row) for row in rows], "call": demo.call(problem, "cpu")}))
+answers = {}
+for direction in ("forward", "backward"):
+    problem = Problem(direction=direction, dtype="float16", mask="causal", **sizes)
+    default = space.portable_default(problem, device)
+    portable = [each for each in space.candidates(problem, device) if each.variant.backend == "triton" and each != default]
+    rows = bench.compare(problem, device, [portable[0], default], Bench(gpu=Gpu()), 0.1)
+    answers[direction] = {"rows": [canonical.to_dict(row) for row in rows], "call": demo.call(problem, "cpu")}
+print(json.dumps(answers))
 """
 
 
@@ -706,17 +711,18 @@ def test_bench_and_demo_measure_and_check() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, "-c", BENCH], check=False, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout.splitlines()[-1])
-    assert data["call"]["ok"], data["call"]
-    assert data["call"]["how"] in ("predicted", "default")
-    records = [Record.from_dict(row) for row in data["rows"]]
-    assert [record.measurement.status for record in records] == [Status.OK] * len(records)
-    assert {record.peer.name for record in records if record.peer} >= {"math"}
-    candidates = [record for record in records if record.candidate]
-    assert len(candidates) == 2
-    for record in candidates:
-        assert record.estimate is not None
-        assert record.source_sha256
-        assert record.measurement.error is not None
-        assert record.measurement.tolerance is not None
-        assert record.measurement.error <= record.measurement.tolerance
+    for direction, data in json.loads(done.stdout.splitlines()[-1]).items():
+        assert data["call"]["ok"], data["call"]
+        assert data["call"]["how"] in ("predicted", "default")
+        records = [Record.from_dict(row) for row in data["rows"]]
+        assert [record.measurement.status for record in records] == [Status.OK] * len(records)
+        assert {record.peer.name for record in records if record.peer} >= {"math"}
+        candidates = [record for record in records if record.candidate]
+        assert len(candidates) == 2
+        for record in candidates:
+            assert record.candidate is not None and record.candidate.variant.family == direction
+            assert record.estimate is not None
+            assert record.source_sha256
+            assert record.measurement.error is not None
+            assert record.measurement.tolerance is not None
+            assert record.measurement.error <= record.measurement.tolerance

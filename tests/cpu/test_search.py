@@ -13,7 +13,7 @@ from flashgen.problem import Problem
 from flashgen.record import Measurement, Record, Status
 from flashgen.render import render
 from flashgen.search.outcome import Budget, Ended, Started, Tried
-from tests.cpu.search_world import H200, HERE, SMALL, World, estimated, resources
+from tests.cpu.search_world import BACKWARD, H200, HERE, SMALL, World, estimated, resources
 
 TRUE = estimated(SMALL)
 LEGAL = space.candidates(SMALL, H200)
@@ -45,6 +45,22 @@ def test_finds_the_best_and_keeps_every_row() -> None:
     assert isinstance(world.events[0], Started) and world.events[0].legal == len(LEGAL)
     assert isinstance(world.events[-1], Ended) and world.events[-1].outcome == outcome
     assert tried[0].source == "default" and tried[-1].trials == 24 and tried[-1].remaining_s == 0.0
+
+
+def test_finds_the_best_backward_kernel() -> None:
+    """The same search over backward candidates; it starts from the winner of a similar backward problem, and of no forward one."""
+    true = estimated(BACKWARD)
+    world, database = World(seconds=true), Database.memory()
+    legal = space.candidates(BACKWARD, H200)
+    taught = World(seconds=lambda each: 1e-3 * (0.5 if each == legal[-1] else 1.0), workers=16)
+    taught.tune(replace(BACKWARD, direction="forward"), database, Budget(trials=3)).run()
+    taught.tune(replace(BACKWARD, seqlen_q=2048, seqlen_kv=2048, batch=8), database, ENDLESS).run()
+    outcome = world.tune(BACKWARD, database, Budget(trials=20, patience=None)).run()
+    assert world.measured[:2] == [space.default(BACKWARD, H200), legal[-1]]
+    assert {each.variant.family for each in world.measured} == {"backward"} and len(set(world.measured)) == 20
+    assert true(outcome.winner.candidate) <= 1.03 * true(min(legal, key=true))
+    assert outcome.winner == database.winner(BACKWARD, H200)
+    assert all(row.estimate is not None and row.source_sha256 for row in outcome.records if row.candidate is not None)
 
 
 def test_the_gpu_does_not_wait() -> None:

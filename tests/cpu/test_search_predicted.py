@@ -13,7 +13,7 @@ from flashgen.problem import Problem
 from flashgen.record import Status
 from flashgen.search import Budget, Session, numerics, predict, tune
 from flashgen.search.outcome import Ended, Event, Staged, Tried
-from tests.cpu.search_world import H200, SMALL, FakeCompiler, World, estimated
+from tests.cpu.search_world import BACKWARD, H200, SMALL, FakeCompiler, World, estimated
 
 PORTABLE = replace(SMALL, aligned_16=False)  # no warp-specialised kernel takes it, and the interpreter runs all others
 TINY = Problem(batch=1, heads_q=4, heads_kv=2, seqlen_q=300, seqlen_kv=300, head_dim_qk=32, head_dim_v=32, mask="causal")
@@ -110,6 +110,29 @@ def test_numerics_for_real() -> None:
     pointer = next(each for each in order if each.variant.load == "pointer")
     verdicts = numerics.check_numerics([tma, pointer, tma], TINY, H200)
     assert verdicts == {tma: "", pointer: ""}
+
+
+def test_numerics_of_backward_kernels() -> None:
+    """A wrong one would be found: the same check as on a GPU."""
+    problem = replace(TINY, direction="backward")
+    candidate = space.default(problem, H200)
+    portable = candidate if candidate.variant.backend == "triton" else space.portable_default(problem, H200)
+    assert numerics.check_numerics([portable], problem, H200) == {portable: ""}
+
+
+def test_predictions_of_backward_kernels() -> None:
+    """Favourites of the space of backward kernels, whose numerics are looked at on a backward sibling."""
+    asked: list[tuple[Candidate, Problem]] = []
+
+    def check(candidates: object, problem: Problem, device: Device) -> dict[Candidate, str]:
+        asked.extend((each, problem) for each in candidates)  # type: ignore[attr-defined]
+        return dict.fromkeys((each for each, _ in asked), "")
+
+    outcome = predict(BACKWARD, H200, Database.memory(), top=6, compiler=FakeCompiler(World(seconds=lambda each: 1.0)), check=check)
+    assert {row.candidate.variant.family for row in outcome.records if row.candidate} == {"backward"}
+    assert outcome.default is not None and outcome.winner.measurement.status is Status.PREDICTED
+    assert all(problem == BACKWARD for _, problem in asked)
+    assert numerics.sibling(BACKWARD).direction == "backward"
 
 
 def test_numerics_out_of_time() -> None:

@@ -41,11 +41,13 @@ class Timer:
         return self.now
 
 notes = []
-problem = Problem(batch=1, heads_q=2, heads_kv=2, seqlen_q=80, seqlen_kv=80, head_dim_qk=16, head_dim_v=16, dtype="float16", mask="causal")
+sizes = dict(batch=1, heads_q=2, heads_kv=2, seqlen_q=48, seqlen_kv=48, head_dim_qk=16, head_dim_v=16)
+problem = Problem(direction=sys.argv[1], dtype="float16", mask="causal", **sizes)
 device = Device.named("h200")
 made = Worker(0, notes.append, place="cpu")
 made._bench = bench.Bench(gpu=Timer())
-default, other = space.default(problem, device), space.candidates(problem, device)[0]
+default = space.portable_default(problem, device)
+other = next(each for each in space.candidates(problem, device) if each.variant.backend == "triton" and each != default)
 said = {}
 
 def ask(name, request):
@@ -66,9 +68,9 @@ ask("stress", Stress(candidate=other, problem=problem, device=device, seed=7))
 class Off:
     def __init__(self, launch):
         self.launch = launch
-    def __call__(self, query, key, value, out, lse, scale):
-        self.launch(query, key, value, out, lse, scale)
-        out.mul_(1.01)
+    def __call__(self, *tensors):
+        self.launch(*tensors)
+        tensors[3 if problem.direction == "forward" else 8].mul_(1.01)  # out, or dk
 made._launches[default] = (Off(made._launches[default][0]), resources)
 ask("wrong", Measure(candidate=default))
 class Fails:
@@ -92,11 +94,12 @@ print(json.dumps([said, notes]))
 """
 
 
-def test_worker_answers() -> None:
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_worker_answers(direction: str) -> None:
     """Real kernels: measured against the incumbent, compared with peers, stressed; wrong results, errors of the device and a lack of
     memory are told apart (T05, T07, T18)."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    child = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment, timeout=280)
+    child = subprocess.run([sys.executable, "-c", PROGRAM, direction], capture_output=True, text=True, env=environment, timeout=280)
     assert child.returncode == 0, child.stderr
     said, notes = json.loads(child.stdout.splitlines()[-1])
     assert said["prepare"] == ["Ready", "", "", False]
