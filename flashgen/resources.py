@@ -6,7 +6,7 @@ from flashgen.candidate import Candidate, Config
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
-from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, specialised_dims, tile_dim
+from flashgen.schedule import DQ_KEYS, DQ_ROWS, MOST_PART, WARPGROUP_ROWS, specialised_dims, tile_dim
 
 # Registers of a thread, fitted to what Triton 3.6's compiler says for sm_90a.
 _BESIDE = 15  # accumulators, scores and probabilities
@@ -17,6 +17,7 @@ _POINTER = 50  # more, for addresses and bounds where pointers load the tiles, a
 _BESIDE_BACKWARD = 65  # beside sums, scores and addresses
 _BESIDE_BACKWARD_MMA_SYNC = 137  # products take both operands from registers
 _BYTES_A_MISSING_REGISTER = 2.5
+_BESIDE_BACKWARD_HOPPER = 45  # of a consumer of a hopper one: right to 30; only 128 x 128 spill, 24 to 56 bytes
 _BESIDE_HOPPER = 25  # of a consumer of a hopper kernel, at least
 # More, with a window, whose three loops keep more bounds at hand: 192 x 128 at head dim 64 spills 128 to 264 bytes, 10 to 40 loads and
 # stores of them between two products, while 128 x 128 spills 16 at most, outside its loops (sm_90a, Triton 3.6 and 3.9).
@@ -94,12 +95,16 @@ def _backward_smem_bytes(candidate: Candidate, problem: Problem, device: Device 
         dim_qk, dim_v = specialised_dims(problem)
         # K and V stay; Q and dO have slots, with two numbers a query beside them.
         total = block_n * (dim_qk + dim_v) * size + config.num_stages * block_m * ((dim_qk + dim_v) * size + 8)
-        if variant.split_roles:  # one warpgroup hands the weights to the other
-            total += 2 * block_n * block_m * size
+        if variant.split_roles:  # one warpgroup hands the weights to the other, as float32
+            total += 2 * block_n * block_m * 4
         elif variant.fused:  # both need all score gradients of a step for their half of dq, which leaves from a buffer of its own
-            total += (DSCORE_BUFFERS[block_m] * block_n * block_m) * size
-            total += 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
-        return total + _BARRIERS
+            total += DSCORE_BUFFERS[block_m] * block_n * block_m * size + 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
+        if variant.fused:
+            return total + _BARRIERS
+        # Of dq: Q and dO stay; K has two slots, and V two where they fit.
+        v_slots = 1 if dim_qk + dim_v > 384 else 2
+        of_dq = (DQ_ROWS * (dim_qk + dim_v) + DQ_KEYS * (2 * dim_qk + v_slots * dim_v)) * size
+        return max(total, of_dq) + _BARRIERS
     row_bytes = (tile_dim(problem.head_dim_qk) + tile_dim(problem.head_dim_v)) * size
     # What is walked has num_stages buffers, or one less where products read registers (mma.sync) and a tile is free once it was read.
     from_smem = 90 <= (90 if device is None else device.capability) < 120 and size == 2 and block_n >= 64
@@ -182,11 +187,8 @@ def _backward_guess(candidate: Candidate, problem: Problem, device: Device) -> R
     limit, threads = register_limit(candidate, device), 32 * config.num_warps
     if candidate.variant.backend == "hopper":
         dims = specialised_dims(problem)
-        gathered = config.block_n * (max(dims) if candidate.variant.split_roles else sum(dims)) / threads
-        if candidate.variant.split_roles:
-            gathered *= 2  # each of the warpgroups has one sum, for all keys
-        scores = WARPGROUP_ROWS * config.block_m / 128
-        wanted = gathered + (1 + size / 4) * scores + _BESIDE_HOPPER
+        gathered = max(dims) / 2 if candidate.variant.split_roles else sum(dims) / 2
+        wanted = min(limit, gathered + 0.75 * config.block_m + _BESIDE_BACKWARD_HOPPER)
     else:
         columns = tile_dim(problem.head_dim_qk) + tile_dim(problem.head_dim_v)
         gathered = config.block_n * columns / threads
@@ -205,7 +207,8 @@ def _backward_guess(candidate: Candidate, problem: Problem, device: Device) -> R
 
 def costly_spill(candidate: Candidate, spill_bytes: float) -> float:
     """Spilled bytes that the loop pays for: the first ones are values that it hardly needs."""
-    return max(0.0, spill_bytes - (_FREE_SPILL_POINTER if candidate.variant.load == "pointer" else _FREE_SPILL))
+    of_addresses = candidate.variant.load == "pointer" and candidate.variant.family == "forward"
+    return max(0.0, spill_bytes - (_FREE_SPILL_POINTER if of_addresses else _FREE_SPILL))
 
 
 def resident(candidate: Candidate, needed: Resources, device: Device) -> int:

@@ -1,35 +1,47 @@
 """The closed forms: how much data attention moves, how long it takes by the roofline, and the time no kernel can beat.
 
-Two conventions of the model, for one head of one sequence, forward:
+Conventions of the model, in elements for one head of one sequence:
 
-    standard attention   4 N d + 4 N^2           elements   Q, K, V, O once; the scores written and read, and again as probabilities
-    FlashAttention       4 N d + 2 N^2 d^2 / M   elements   K and V once for each block of Q rows that fits on chip
+    forward    standard attention   4 N d + 4 N^2           Q, K, V, O once; the scores written and read, and again as probabilities
+               FlashAttention       4 N d + 2 N^2 d^2 / M   K and V once for each block of Q rows that fits on chip
+    backward   standard attention   7 N d + 7 N^2           Q, K, V, dO, dQ, dK, dV once; the probabilities read twice, their gradients
+                                                            written and read, the scores' written and read twice
+               FlashAttention       8 N d + 4 N^2 d^2 / M   O, too; Q and dO read, dQ read and written for each block of K rows that fits
 
-N is the sequence length, d the head size and M the on-chip memory in elements. The order of both is Dao, Fu, Ermon, Rudra and Re,
-"FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), Theorem 2, which holds for d <= M <= N d; the
-constants 4 and 2 are this model's. Both do the same 4 N^2 d floating-point operations.
+N is the sequence length, d the head size and M the on-chip memory in elements. The orders are Dao, Fu, Ermon, Rudra and Re,
+"FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), Theorems 2 and 5, which hold for d <= M <= N d; the
+constants are this model's. Forward both do 4 N^2 d floating-point operations. Backward the standard does 8 N^2 d, four products, and
+FlashAttention 10 N^2 d, with the scores anew.
 """
 
 from dataclasses import dataclass
 
 from flashgen.device import Device
 from flashgen.errors import ArgumentError
-from flashgen.problem import Problem
+from flashgen.problem import DIRECTIONS, Problem
 
 
-def standard_elements(seqlen: int, head_dim: int) -> int:
-    """Elements that standard attention moves between DRAM and the chip, per head: 4 N d + 4 N^2."""
-    return 4 * seqlen * head_dim + 4 * seqlen**2
+def standard_elements(seqlen: int, head_dim: int, direction: str = "forward") -> int:
+    """Elements that standard attention moves between DRAM and the chip, per head: 4 N d + 4 N^2, backward 7 N d + 7 N^2."""
+    passes = 4 if direction == "forward" else 7
+    return passes * seqlen * head_dim + passes * seqlen**2
 
 
-def flash_elements(seqlen: int, head_dim: int, sram_elements: float) -> float:
-    """Elements that FlashAttention moves between DRAM and the chip, per head: 4 N d + 2 N^2 d^2 / M (M: elements on chip)."""
-    return 4 * seqlen * head_dim + 2 * seqlen**2 * head_dim**2 / sram_elements
+def flash_elements(seqlen: int, head_dim: int, sram_elements: float, direction: str = "forward") -> float:
+    """Elements that FlashAttention moves between DRAM and the chip, per head: 4 N d + 2 N^2 d^2 / M, backward 8 N d + 4 N^2 d^2 / M
+    (M: elements on chip)."""
+    once, again = (4, 2) if direction == "forward" else (8, 4)
+    return once * seqlen * head_dim + again * seqlen**2 * head_dim**2 / sram_elements
 
 
-def matrix_flops(seqlen: int, head_dim: int) -> int:
-    """Floating-point operations of both matrix products, per head: 4 N^2 d."""
-    return 4 * seqlen**2 * head_dim
+def standard_flops(seqlen: int, head_dim: int, direction: str = "forward") -> int:
+    """Floating-point operations of standard attention's matrix products, per head: 4 N^2 d, backward 8 N^2 d."""
+    return (4 if direction == "forward" else 8) * seqlen**2 * head_dim
+
+
+def flash_flops(seqlen: int, head_dim: int, direction: str = "forward") -> int:
+    """The same of FlashAttention, which computes the scores once more on the way back: 4 N^2 d, backward 10 N^2 d."""
+    return (4 if direction == "forward" else 10) * seqlen**2 * head_dim
 
 
 def score_bytes(seqlen: int, element_bytes: int = 2) -> int:
@@ -55,8 +67,16 @@ class LayerModel:
     score_bytes: int
 
 
-def layer(seqlen: int, head_dim: int, heads: int, device: Device, sram_bytes: float | None = None, element_bytes: int = 2) -> LayerModel:
-    """The model for one forward layer of `heads` heads over one sequence of `seqlen` tokens.
+def layer(
+    seqlen: int,
+    head_dim: int,
+    heads: int,
+    device: Device,
+    sram_bytes: float | None = None,
+    element_bytes: int = 2,
+    direction: str = "forward",
+) -> LayerModel:
+    """The model for one layer of `heads` heads over one sequence of `seqlen` tokens, in one direction.
 
     sram_bytes is the on-chip memory that FlashAttention may fill, by default one SM's shared memory (228 KiB on an H100, which is
     M = 116 736 elements of 2 bytes). Elements of 4 bytes run at the device's fp32 rate, smaller ones at its tensor rate. Raises
@@ -67,12 +87,13 @@ def layer(seqlen: int, head_dim: int, heads: int, device: Device, sram_bytes: fl
     for name, value in given.items():
         if not value > 0:
             raise ArgumentError(f"{name} is {value!r}; it must be above 0")
-    standard = standard_elements(seqlen, head_dim)
-    flash = flash_elements(seqlen, head_dim, sram_bytes / element_bytes)
-    flops = heads * matrix_flops(seqlen, head_dim)
+    if direction not in DIRECTIONS:
+        raise ArgumentError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
+    standard = standard_elements(seqlen, head_dim, direction)
+    flash = flash_elements(seqlen, head_dim, sram_bytes / element_bytes, direction)
     dtype = "float32" if element_bytes >= 4 else "bfloat16"
-    standard_time = roofline(flops, heads * standard * element_bytes, device, dtype)
-    flash_time = roofline(flops, heads * flash * element_bytes, device, dtype)
+    standard_time = roofline(heads * standard_flops(seqlen, head_dim, direction), heads * standard * element_bytes, device, dtype)
+    flash_time = roofline(heads * flash_flops(seqlen, head_dim, direction), heads * flash * element_bytes, device, dtype)
     return LayerModel(
         standard_elements=standard,
         flash_elements=flash,

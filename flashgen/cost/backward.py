@@ -30,8 +30,8 @@ from flashgen.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """A program's work on one block of what it walks: units in cycles of an SM, and the rest as in `Work`. issue is without the cut of a
-    mask, l2_bytes is what TMA or pointers move, and cycles(issue) what the step takes of an SM."""
+    """A program's work on one block of what it walks: so many pairs of query and key, cycles of an SM by unit (issue without the cut of a
+    mask), and the rest as in `Work`."""
 
     scores: int
     flops: float
@@ -104,7 +104,7 @@ class _Model:
         pairs = block_m * block_n
         if variant.split_roles:  # one S^T and dv, the other dP^T and dk, both for all keys
             read = (block_n + block_m + block_m) * (dim_qk + dim_v) * size
-            handed = 2 * pairs * size
+            handed = 2 * pairs * 4
         else:
             warpgroups = block_n // WARPGROUP_ROWS
             read = warpgroups * (WARPGROUP_ROWS + block_m + block_m) * (dim_qk + dim_v) * size
@@ -220,7 +220,7 @@ class _Model:
         """
         fitted, config, masked_apart = self.fitted, self.candidate.config, self.candidate.variant.masked_apart
         blocks = heads * rounds * (walked.whole + walked.cut)
-        masked = heads * rounds * walked.cut if masked_apart or not walked.cut else blocks
+        masked = heads * rounds * walked.cut if masked_apart else blocks
         cut_issue = step.scores * fitted.issue_per_cut_score / 32 / 4
         plain, cut = self._cycles(step, programs, 0.0), self._cycles(step, programs, cut_issue)
         tiles = heads * walked.row_blocks

@@ -81,8 +81,13 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
 
 
 def order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
-    """Clauses about the order of work: a backward kernel has none to choose."""
-    return iter(())
+    """Clauses about the order of work."""
+    # Loops apart for whole and for cut blocks only differ from one loop where there are both; with nothing to mask, nothing is masked.
+    whole, cut = _walked(candidate.config, problem)
+    if candidate.variant.masked_apart and cut and not whole:
+        yield "masked_apart", f"is set, but {whole} of {whole + cut} blocks need no mask"
+    if not candidate.variant.masked_apart and not cut:
+        yield "masked_apart", f"is not set, but {cut} of {whole} blocks need a mask"
 
 
 def pick(problem: Problem, device: Device) -> Candidate:
@@ -118,7 +123,16 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate:
     shrunk = replace(candidate, config=config)
     while shrunk.config.num_stages > 1 and resources.smem_bytes(shrunk, problem, device) > device.smem_per_block_bytes:
         shrunk = replace(shrunk, config=replace(shrunk.config, num_stages=shrunk.config.num_stages - 1))
-    return shrunk
+    whole, cut = _walked(config, problem)
+    masked_apart = cut == 0 or (candidate.variant.masked_apart and whole > 0)
+    return replace(shrunk, variant=replace(candidate.variant, masked_apart=masked_apart))
+
+
+def _walked(config: Config, problem: Problem) -> tuple[int, int]:
+    """Blocks without and with a cut, that a head's programs walk for dk and dv, and for dq."""
+    queries = schedule.walk_queries(problem, config.block_m, config.block_n)
+    keys = schedule.walk(problem, config.block_n, config.block_m)
+    return queries.whole + keys.whole, queries.cut + keys.cut
 
 
 def _accumulators(config: Config, problem: Problem) -> tuple[float, int]:

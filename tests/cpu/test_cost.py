@@ -58,6 +58,15 @@ problems = st.sampled_from(
         cell(batch=1, heads_q=2, heads_kv=1, seqlen_q=100, seqlen_kv=33, mask="causal"),
         cell(64, "causal", 1024, dtype="float32"),
         cell(seqlen_kv=0),
+        cell(direction="backward"),
+        cell(64, "causal", 2048, direction="backward"),
+        cell(256, "causal", 512, heads_kv=1, direction="backward"),
+        cell(64, seqlen=512, window=(128, 0), direction="backward", deterministic=True),
+        cell(head_dim_qk=72, head_dim_v=40, seqlen_q=333, seqlen_kv=999, return_lse=True, direction="backward"),
+        cell(batch=1, heads_q=2, heads_kv=1, seqlen_q=100, seqlen_kv=33, mask="causal", direction="backward"),
+        cell(64, "causal", 1024, dtype="float32", direction="backward"),
+        cell(seqlen_kv=0, direction="backward"),
+        cell(seqlen_q=0, direction="backward"),
     ]
 )
 devices = st.sampled_from([H200, A100])
@@ -496,3 +505,118 @@ def test_registers_of_hopper_kernels(mask, numbers, registers):
     assert guess.spill_bytes == 0
     for needed in (None, guess, compiled(registers=64, smem_bytes=30_000)):
         assert cost.estimate(made, cell(64), H200, needed).programs_per_sm == 1
+
+
+# ---- Backward kernels -------------------------------------------------------------------------------------------------------
+
+
+def backward(head_dim=128, mask="full", fused=True, **numbers):
+    split_roles = head_dim == 256
+    values = dict(block_m=128 if head_dim == 64 else 64, block_n=64 if split_roles else 128, num_warps=8, num_stages=2)
+    values |= dict(head_group=4 if mask != "full" else 1) | numbers
+    variant = Variant(family="backward", backend="hopper", mask=mask, load="tma", fused=fused and not split_roles, split_roles=split_roles)
+    return Candidate(variant=variant, config=Config(**values))
+
+
+# TFLOP/s of a kernel of this design, with what runs before and after it (H200, 2026-11-29), medians of three rounds.
+@pytest.mark.parametrize(
+    ("head_dim", "mask", "seqlen", "measured"),
+    [
+        (128, "full", 512, 364),
+        (128, "full", 1024, 458),
+        (128, "full", 2048, 537),
+        (128, "full", 4096, 580),
+        (128, "causal", 4096, 530),
+        (128, "full", 8192, 615),
+        (128, "causal", 8192, 590),
+        (128, "full", 16384, 623),
+        (128, "causal", 16384, 615),
+        (64, "full", 8192, 536),
+        (64, "causal", 8192, 506),
+    ],
+)
+def test_backward_kernels_come_out_near_their_measured_speed(head_dim, mask, seqlen, measured):
+    problem = cell(head_dim, mask, seqlen, direction="backward")
+    estimate = cost.estimate(backward(head_dim, mask), problem, H200)
+    assert tflops(estimate, problem) == pytest.approx(measured, rel=0.06)
+    assert estimate.bound == ("dram" if seqlen == 512 else "smem")
+
+
+# FlashAttention's CuTe kernel, which is fused, has 381 and 372; C++ FlashAttention-3 480 (H200, 16k keys, from its pull request 2889).
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_wide_heads_have_seven_products(mask):
+    problem = cell(256, mask, 16384, direction="backward")
+    estimate = cost.estimate(backward(256, mask), problem, H200)
+    assert 330 < tflops(estimate, problem) < 530
+    assert estimate.flops == pytest.approx(7 / 5 * problem.flops, rel=0.02)
+
+
+# Of their kind are FlexAttention's backward kernels, with 320, 400 and 140, and FlashAttention-2's, with 285, 308 and 258 (full, H200,
+# 2026-11-29).
+@pytest.mark.parametrize(("head_dim", "low", "high"), [(64, 250, 400), (128, 250, 420), (256, 130, 300)])
+def test_portable_backward_kernels_are_much_slower(head_dim, low, high):
+    problem = cell(head_dim, direction="backward")
+    portable = [each for each in space.candidates(problem, H200) if each.variant.backend == "triton"]
+    best = min((cost.estimate(each, problem, H200) for each in portable), key=lambda estimate: estimate.time_s)
+    assert low < tflops(best, problem) < high
+    specialised = cost.estimate(space.default(problem, H200), problem, H200)
+    assert specialised.time_s < 0.7 * best.time_s
+
+
+# Cycles of a step for 64 queries and 64 keys, with the score gradients of both warpgroups in one product.
+@pytest.mark.parametrize(("head_dim", "tensor", "smem"), [(64, 640, 832), (128, 1280, 1472)])
+def test_shared_memory_is_the_wall_of_a_fused_backward_kernel(head_dim, tensor, smem):
+    problem = cell(head_dim, direction="backward")
+    estimate = cost.estimate(backward(head_dim, block_m=64), problem, H200)
+    tiles = problem.batch * problem.heads_q * (8192 / 64) ** 2 / H200.num_sms / (H200.boost_hz * cost.CALIBRATION.clock)
+    assert estimate.tensor_s == pytest.approx(tiles * tensor, rel=0.01)
+    assert estimate.smem_s == pytest.approx(tiles * smem, rel=0.01)
+    wide_blocks = cost.estimate(backward(head_dim, block_m=128), problem, H200)
+    assert wide_blocks.smem_s < estimate.smem_s  # each warpgroup reads its keys half as often
+
+
+def test_what_fusing_costs_and_gains():
+    problem = cell(direction="backward")
+    fused, apart = (cost.estimate(backward(fused=fused), problem, H200) for fused in (True, False))
+    assert fused.flops == problem.flops and apart.flops == 7 / 5 * problem.flops
+    assert 1.3 * fused.time_s < apart.time_s < 1.6 * fused.time_s  # at most 5 / 7 of the speed
+    scratch = 32 * 8192 * 128 * 4
+    assert 4 * scratch < fused.dram_bytes - apart.dram_bytes + 32 * 8192 * 128 * 2 * 6 < 6 * scratch
+    keys = 8192 / 128
+    assert fused.l2_bytes > keys * scratch  # float32 sums, once for each block of keys
+
+
+def test_steps_of_a_backward_kernel():
+    problem, causal = cell(64, direction="backward"), cell(64, "causal", 2048, direction="backward")
+    time_of = lambda **changes: cost.estimate(backward(64, **changes), problem, H200).time_s  # noqa: E731
+    assert time_of() < time_of(block_m=64)
+    assert time_of() < time_of(num_stages=1)
+    one, several = (cost.estimate(backward(64, "causal", head_group=group), causal, H200).time_s for group in (1, 4))
+    assert several < one
+
+
+def test_heads_that_share_keys_walk_them_once():
+    many, shared = cell(direction="backward"), cell(direction="backward", heads_kv=2)
+    one, two = cost.estimate(backward(), many, H200), cost.estimate(backward(), shared, H200)
+    assert two.flops == one.flops
+    assert two.waves == one.waves / 8
+    assert two.dram_bytes < one.dram_bytes
+
+
+def test_blocks_of_keys_walk_queries():
+    """The walk of queries is that of keys, with both sides exchanged."""
+    for problem in (cell(mask="causal", seqlen=1024), cell(window=(100, 30), seqlen_q=700, seqlen_kv=900), cell(seqlen_q=100)):
+        walked = schedule.walk_queries(problem, 64, 128)
+        low, high = problem.band
+        blocks = 0
+        for key in range(0, problem.seqlen_kv, 128):
+            for row in range(0, problem.seqlen_q, 64):
+                queries = range(row, min(row + 64, problem.seqlen_q))
+                keys = range(key, min(key + 128, problem.seqlen_kv))
+                least, most = keys[0] - queries[-1], keys[-1] - queries[0]
+                blocks += (low is None or low <= most) and (high is None or least <= high)
+        assert walked.whole + walked.cut >= blocks >= walked.whole
+        assert walked.whole + walked.cut == blocks or low is not None
+        assert walked.row_blocks == math.ceil(problem.seqlen_kv / 128)
+    first, last = schedule.walk_queries(cell(mask="causal", seqlen=1024), 64, 128).spans[:: len(range(0, 1024, 128)) - 1]
+    assert (first, last) == (1024, 128)

@@ -45,6 +45,29 @@ def test_elements_are_per_head_and_the_rest_over_all_heads():
     assert many.standard_time_s == pytest.approx(7 * one.standard_time_s)
 
 
+def test_backward_traffic_is_that_of_theorem_5():
+    """FlashAttention (2022), Theorem 5: N d + N^2 for standard attention, N^2 d^2 / M for FlashAttention, up to constants."""
+    sram = 116_736
+    for seqlen, dim in itertools.product((1024, 8192, 65536), (64, 128)):
+        standard, flash = theory.standard_elements(seqlen, dim, "backward"), theory.flash_elements(seqlen, dim, sram, "backward")
+        assert standard == 7 * (seqlen * dim + seqlen**2)
+        assert flash == 8 * seqlen * dim + 4 * seqlen**2 * dim**2 / sram
+        assert theory.flash_elements(2 * seqlen, dim, sram, "backward") < 4 * flash
+    long = theory.layer(1 << 20, 128, 1, H100, direction="backward")
+    assert long.traffic_ratio == pytest.approx(7 / 4 * sram / 128**2, rel=0.01)
+
+
+def test_a_backward_layer_computes_scores_anew_and_is_faster_for_it():
+    model, forward = theory.layer(8192, 128, 32, H100, direction="backward"), theory.layer(8192, 128, 32, H100)
+    assert model.flash_time_s == pytest.approx(32 * 10 * 8192**2 * 128 / 989e12)  # by arithmetic
+    assert model.standard_time_s == pytest.approx(32 * 2 * 7 * (8192**2 + 8192 * 128) / 3.35e12)  # by memory
+    assert 1.7 < model.standard_time_s / forward.standard_time_s < 1.8
+    assert 3 < model.time_ratio < forward.time_ratio
+    assert model.score_bytes == forward.score_bytes
+    with pytest.raises(ArgumentError, match="direction is 'back'; it must be one of forward, backward"):
+        theory.layer(8192, 128, 32, H100, direction="back")
+
+
 def test_on_chip_memory_is_228_kib_in_elements():
     assert theory.layer(8192, 128, 32, H100) == theory.layer(8192, 128, 32, H100, sram_bytes=2 * 116736)
     assert theory.layer(8192, 128, 32, H100, sram_bytes=100 * 1024).traffic_ratio < theory.layer(8192, 128, 32, H100).traffic_ratio
@@ -53,7 +76,7 @@ def test_on_chip_memory_is_228_kib_in_elements():
 def test_elements_of_four_bytes_move_twice_the_bytes_at_the_fp32_rate():
     model = theory.layer(8192, 128, 32, H100, element_bytes=4)
     assert model.score_bytes == 4 * 8192**2 * 32
-    assert model.flash_time_s == pytest.approx(32 * theory.matrix_flops(8192, 128) / 67e12)
+    assert model.flash_time_s == pytest.approx(32 * theory.flash_flops(8192, 128) / 67e12)
 
 
 @pytest.mark.parametrize("name", ["seqlen", "head_dim", "heads", "sram_bytes", "element_bytes"])
