@@ -118,6 +118,8 @@ def _unevenness(
     weights: list[int], row_blocks: int, heads: int, longest_first: bool, head_group: int, num_sms: int, programs: int, persistent: bool
 ) -> tuple[float, float]:
     tiles, slots = heads * row_blocks, num_sms * programs
+    if tiles == 0:
+        return 1.0, 1.0
     if len(weights) == 1 or max(weights) == min(weights):
         return math.ceil(tiles / slots) * slots / tiles, math.ceil(tiles / num_sms) * num_sms / tiles
     if longest_first:

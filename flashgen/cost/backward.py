@@ -33,18 +33,38 @@ class _Step:
     """A program's work on one block of what it walks: so many pairs of query and key, cycles of an SM by unit (issue without the cut of a
     mask), and the rest as in `Work`."""
 
-    scores: int
+    pairs: int
     flops: float
     smem_bytes: float
     l2_bytes: float
     units: dict[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """A function whose programs each own a block of rows of a head, and walk the others.
+
+    heads, rounds  how many own rows, and how many times each walks.
+    own_bytes      of DRAM, once for each head; walked_bytes once if L2 holds them.
+    programs       on an SM at one time.
+    busiest        (program, SM): their time relative to the mean.
+    """
+
+    step: _Step
+    walked: Walk
+    heads: int
+    rounds: int
+    own_bytes: float
+    walked_bytes: float
+    programs: int
+    busiest: tuple[float, float]
+
+
 def works(candidate: Candidate, problem: Problem, device: Device, resources: Resources, fitted: Calibration) -> list[Work]:
     """Of each function, in launch order."""
     model = _Model(candidate, problem, device, resources, fitted)
-    last = model.converted() if candidate.variant.fused else model.dq()
-    return [model.delta(), model.dkdv(), last]
+    last = model.converted() if candidate.variant.fused else model.work(model.dq())
+    return [model.delta(), model.work(model.dkdv()), last]
 
 
 class _Model:
@@ -67,31 +87,41 @@ class _Model:
         """dq from float32 to the inputs' type."""
         return self._streamed(self._scratch_row_bytes + self.problem.head_dim_qk * self.problem.itemsize)
 
-    def dkdv(self) -> Work:
+    def dkdv(self) -> _Loop:
         problem, config, device = self.problem, self.candidate.config, self.device
         walked = walk_queries(problem, config.block_m, config.block_n)
         heads_per_kv = problem.heads_q // problem.heads_kv
         query_bytes = problem.seqlen_q * heads_per_kv * (self._row_bytes + 8)
         if self.candidate.variant.fused:  # zeros out of L2 or not, and what was added to them
             query_bytes += 2 * problem.seqlen_q * heads_per_kv * self._scratch_row_bytes
-        own_bytes = 2 * problem.seqlen_kv * self._row_bytes  # K and V, dk and dv
         programs = self._programs(self.heads_kv * walked.row_blocks)
-        even = unevenness_of_keys(problem, config.block_n, config.head_group, device.num_sms, programs) if walked.row_blocks else (1.0, 1.0)
-        return self._looped(self._dkdv_step(), walked, heads_per_kv, self.heads_kv, own_bytes, query_bytes, programs, even)
+        return _Loop(
+            step=self._dkdv_step(),
+            walked=walked,
+            heads=self.heads_kv,
+            rounds=heads_per_kv,
+            own_bytes=2 * problem.seqlen_kv * self._row_bytes,  # K and V, dk and dv
+            walked_bytes=query_bytes,
+            programs=programs,
+            busiest=unevenness_of_keys(problem, config.block_n, config.head_group, device.num_sms, programs),
+        )
 
-    def dq(self) -> Work:
+    def dq(self) -> _Loop:
         problem, config, device = self.problem, self.candidate.config, self.device
         rows, keys = (DQ_ROWS, DQ_KEYS) if self.hopper else (config.block_n, config.block_m)
         walked = walk(problem, rows, keys)
-        own_bytes = problem.seqlen_q * (self._row_bytes + problem.head_dim_qk * problem.itemsize + 8)  # Q and dO, dq
         programs = self._programs(self.heads_q * walked.row_blocks)
-        even = (1.0, 1.0)
-        if walked.row_blocks:
-            group = config.head_group if self.hopper else 1
-            even = unevenness(problem, rows, self.hopper, group, device.num_sms, programs, False)
-        heads_per_kv = problem.heads_q // problem.heads_kv
-        key_bytes = problem.seqlen_kv * self._row_bytes / heads_per_kv  # of each query head
-        return self._looped(self._dq_step(rows, keys), walked, 1, self.heads_q, own_bytes, key_bytes, programs, even)
+        group = config.head_group if self.hopper else 1
+        return _Loop(
+            step=self._dq_step(rows, keys),
+            walked=walked,
+            heads=self.heads_q,
+            rounds=1,
+            own_bytes=problem.seqlen_q * (self._row_bytes + problem.head_dim_qk * problem.itemsize + 8),  # Q and dO, dq
+            walked_bytes=problem.seqlen_kv * self._row_bytes * problem.heads_kv / problem.heads_q,
+            programs=programs,
+            busiest=unevenness(problem, rows, self.hopper, group, device.num_sms, programs, False),
+        )
 
     # ---- steps of loops ----------------------------------------------------------------------------------------------------
 
@@ -148,7 +178,7 @@ class _Model:
             "smem": smem_bytes / device.smem_bytes_per_clock,
             "l2": l2,
         }
-        return _Step(scores=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units)
+        return _Step(pairs=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units)
 
     def _portable_step(self, gathered: tuple[int, ...]) -> _Step:
         """block_n rows that a program owns, and block_m others: scores and their gradients, and a sum for each of the gathered columns."""
@@ -183,7 +213,7 @@ class _Model:
             "l2": l2_bytes / l2_bytes_per_cycle(device, fitted),
         }
         flops = 2.0 * pairs * (dim_qk + dim_v + sum(gathered))
-        return _Step(scores=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units)
+        return _Step(pairs=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units)
 
     def _cycles(self, step: _Step, programs: int, cut_issue: float) -> float:
         """Of an SM, for one step of one program."""
@@ -202,52 +232,38 @@ class _Model:
 
     # ---- sums --------------------------------------------------------------------------------------------------------------
 
-    def _looped(
-        self,
-        step: _Step,
-        walked: Walk,
-        rounds: int,
-        heads: int,
-        own_bytes: float,
-        walked_bytes: float,
-        programs: int,
-        even: tuple[float, float],
-    ) -> Work:
-        """A function whose programs each own a block of rows of a head, and walk the others, `rounds` times.
-
-        own_bytes of DRAM are moved once for each head, walked_bytes once if L2 holds them, programs run on an SM at one time; even: time
-        of the busiest program and of the busiest SM, relative to the mean.
-        """
+    def work(self, loop: _Loop) -> Work:
         fitted, config, masked_apart = self.fitted, self.candidate.config, self.candidate.variant.masked_apart
-        blocks = heads * rounds * (walked.whole + walked.cut)
-        masked = heads * rounds * walked.cut if masked_apart else blocks
-        cut_issue = step.scores * fitted.issue_per_cut_score / 32 / 4
+        step, walked, programs = loop.step, loop.walked, loop.programs
+        blocks = loop.heads * loop.rounds * (walked.whole + walked.cut)
+        masked = loop.heads * loop.rounds * walked.cut if masked_apart else blocks
+        cut_issue = step.pairs * fitted.issue_per_cut_score / 32 / 4
         plain, cut = self._cycles(step, programs, 0.0), self._cycles(step, programs, cut_issue)
-        tiles = heads * walked.row_blocks
+        tiles, slots = loop.heads * walked.row_blocks, self.device.num_sms * programs
         latency = fitted.backward_tile_latency * sum(self.dims) if self.hopper else fitted.tile_latency
         if masked_apart:
             latency += max(0.0, walked.loops / max(1, walked.row_blocks) - 1) * fitted.loop_latency
         total = (blocks - masked) * plain + masked * cut + tiles * latency / programs
-        slots = self.device.num_sms * programs
-        speed_up = self._cycles(step, 1, 0.0) / (programs * plain)
-        by_program, by_sm = even
-        uneven = max(1.0, by_sm, 1 + (by_program - 1) * speed_up)
-        together = min(heads, max(config.head_group, math.ceil(slots / max(1, walked.row_blocks))))
-        again = missed(together * walked_bytes, self.device, fitted) * (max(1.0, together * walked.row_blocks / slots) - 1)
-        dram_bytes = heads * (own_bytes + walked_bytes * (1 + again))
+        # The last program on an SM runs faster than it did among others.
+        by_program, by_sm = loop.busiest
+        uneven = max(1.0, by_sm, 1 + (by_program - 1) * self._cycles(step, 1, 0.0) / (programs * plain))
+        # Heads that are walked together stay in L2 from wave to wave as far as they fit.
+        together = min(loop.heads, max(config.head_group, math.ceil(slots / max(1, walked.row_blocks))))
+        again = missed(together * loop.walked_bytes, self.device, fitted) * (max(1.0, together * walked.row_blocks / slots) - 1)
+        dram_bytes = loop.heads * (loop.own_bytes + loop.walked_bytes * (1 + again))
         sm_hz = self.device.num_sms * hz(self.device, fitted)
         seconds = {unit: blocks * cycles / sm_hz for unit, cycles in step.units.items()}
         seconds["issue"] += masked * cut_issue / sm_hz
         seconds["dram"] = dram_s(dram_bytes, self.device, fitted)
         return Work(
             flops=step.flops * blocks,
-            exp_ops=float(step.scores * blocks),
+            exp_ops=float(step.pairs * blocks),
             smem_bytes=step.smem_bytes * blocks,
-            l2_bytes=step.l2_bytes * blocks + heads * own_bytes,
+            l2_bytes=step.l2_bytes * blocks + loop.heads * loop.own_bytes,
             dram_bytes=dram_bytes,
             seconds=seconds,
             compute_s=total / sm_hz * uneven,
-            waves=tiles / slots if slots else 0.0,
+            waves=tiles / slots,
         )
 
     def _streamed(self, row_bytes: float) -> Work:
