@@ -35,12 +35,14 @@ class Function:
 
     jit        the jit function.
     constants  the values of its constexpr parameters.
+    described  parameters that are TMA descriptors, in order, and the block in which each moves its tensor.
     """
 
     candidate: Candidate
     jit: Any
     compiled: Any | None
     constants: Mapping[str, int]
+    described: Mapping[str, list[int]]
     _loaded: dict[int, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -166,12 +168,13 @@ def build(candidate: Candidate, problem: Problem, device: Device, *, wide_offset
     functions = []
     for entry in source.entries:
         function = getattr(module, entry)
+        described = _described(function, candidate, problem)
         compiled = None
         if not knobs.runtime.interpret:
-            compiled = _compiled(function, candidate, problem, device, constants, wide_offsets)
+            compiled = _compiled(function, candidate, problem, device, constants, described, wide_offsets)
             _require_resources(compiled, candidate, device)
         own = {name: value for name, value in constants.items() if name in function.arg_names}
-        functions.append(Function(candidate=candidate, jit=function, compiled=compiled, constants=own))
+        functions.append(Function(candidate=candidate, jit=function, compiled=compiled, constants=own, described=described))
     return Kernel(candidate=candidate, problem=problem, source=source, functions=tuple(functions), wide_offsets=wide_offsets)
 
 
@@ -240,8 +243,29 @@ def options_of(candidate: Candidate) -> dict[str, int]:
     return {name: value for name, value in options.items() if value is not None}
 
 
+def _is_gluon(function: Any) -> bool:
+    """A hopper module has functions of both kinds."""
+    from triton.experimental.gluon._runtime import GluonJITFunction
+
+    return isinstance(function, GluonJITFunction)
+
+
+def _described(function: Any, candidate: Candidate, problem: Problem) -> dict[str, list[int]]:
+    """Parameters that are TMA descriptors, and their blocks."""
+    if candidate.variant.load != "tma" or (candidate.variant.family == "backward" and not _is_gluon(function)):
+        return {}
+    names = (name for name in function.arg_names if name in (*TENSORS, *GRADIENTS, *SCRATCH_TILES))
+    return {name: block_of(name, candidate, problem, function.__name__) for name in names}
+
+
 def _compiled(
-    function: Any, candidate: Candidate, problem: Problem, device: Device, constants: Mapping[str, int], wide_offsets: bool
+    function: Any,
+    candidate: Candidate,
+    problem: Problem,
+    device: Device,
+    constants: Mapping[str, int],
+    described: Mapping[str, list[int]],
+    wide_offsets: bool,
 ) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -251,19 +275,13 @@ def _compiled(
 
     modules.compiled_dir()
     source = ASTSource
-    if specialised := candidate.variant.backend == "hopper":
-        from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+    if _is_gluon(function):
+        from triton.experimental.gluon._runtime import GluonASTSource
 
-        specialised = isinstance(function, GluonJITFunction)
-        source = GluonASTSource if specialised else ASTSource
-    described = specialised or candidate.variant.load == "tma" and candidate.variant.family == "forward"
-    types = {}
-    for name in function.arg_names:
-        if described and name in (*TENSORS, *GRADIENTS, *SCRATCH_TILES):
-            block = block_of(name, candidate, problem, function.__name__)
-            types[name] = _descriptor(block, "float32" if name in SCRATCH_TILES else problem.dtype, specialised)
-        else:
-            types[name] = _type(name, candidate, problem, constants, wide_offsets)
+        source = GluonASTSource
+    types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
+    for name, block in described.items():
+        types[name] = _descriptor(block, "float32" if name in SCRATCH_TILES else problem.dtype, _is_gluon(function))
     multiples: dict[str, int] = {}
     if problem.aligned_16:
         # What autograd gives as the gradient of a log-sum-exp, and what a caller has kept of it, may begin anywhere.
@@ -298,7 +316,7 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
         return "constexpr"
     if name in TENSORS or name in GRADIENTS:
         return f"*{ELEMENTS[problem.dtype]}"
-    if name in STATISTICS or name in SCRATCH:
+    if name in (*STATISTICS, *SCRATCH, *SCRATCH_TILES):
         return "*fp32"
     if name == "schedule":
         return "*i32"
@@ -311,12 +329,12 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
     raise TypeError(f"the kernel of {candidate.variant.name} has a parameter {name}, of which build knows nothing")
 
 
-def _descriptor(block: list[int], dtype: str, specialised: bool) -> str:
+def _descriptor(block: list[int], dtype: str, gluon: bool) -> str:
     """Triton's name for the type of a TMA descriptor; Gluon's has the layout of a block in shared memory, as TMA writes it and products
     read it."""
     from triton.experimental.gluon import language as gl
 
-    if not specialised:
+    if not gluon:
         return f"tensordesc<{ELEMENTS[dtype]}{block}>"
     if len(block) == 1:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)

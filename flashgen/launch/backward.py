@@ -1,15 +1,17 @@
 """A backward Kernel + tensors -> BackwardLaunch: one function of the kernel after another."""
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from flashgen.build.kernel import Function, Kernel, build
+from flashgen.build.kernel import SCRATCH, SCRATCH_TILES, Function, Kernel, build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
+from flashgen.launch.descriptors import describer, encoder, expanded
 from flashgen.launch.enqueue import enqueuer
 from flashgen.launch.tensors import (
     integers_of,
@@ -17,16 +19,20 @@ from flashgen.launch.tensors import (
     require_built_for,
     require_fit,
     require_rows,
+    shape_of,
     stride_arguments,
+    strides_of,
 )
 from flashgen.problem import Problem
+from flashgen.schedule import WARPGROUP_ROWS, specialised_dims
 from flashgen.space import MOST_GRID
 
-# What changes from call to call, by the names of parameters.
-CALLED_WITH = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "delta", "scale")
+# Tensors that change from call to call, by the names of parameters, scratch memory last.
+CALLED_WITH = ("q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", *SCRATCH)
 MOST_STRIDES = 16  # of gradients, for which a BackwardLaunch keeps bound functions
 
 Strides = tuple[tuple[int, ...] | None, ...]
+View = tuple[Sequence[int], Sequence[int]]  # shape, and strides of all dimensions but the last
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -35,12 +41,22 @@ class Step:
 
     enqueue    (stream, arguments) -> None: puts it on a raw CUDA stream.
     arguments  values of its parameters, in order; those that change with each call are filled in.
-    slots      (place in arguments, place in CALLED_WITH) of these.
+    scale      where in them the scale goes, if it does.
+    slots      (place in arguments, place in CALLED_WITH, what makes an address or tensor a TMA descriptor, or None) of the others.
     """
 
     enqueue: Callable[[int, list[Any]], object]
     arguments: list[Any]
-    slots: tuple[tuple[int, int], ...]
+    scale: int | None
+    slots: tuple[tuple[int, int, Callable[[Any], Any] | None], ...]
+
+    def __call__(self, stream: int, given: Sequence[Any], scale: float) -> None:
+        arguments = self.arguments.copy()
+        for place, which, describe in self.slots:
+            arguments[place] = given[which] if describe is None else describe(given[which])
+        if self.scale is not None:
+            arguments[self.scale] = scale
+        self.enqueue(stream, arguments)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -49,6 +65,8 @@ class BackwardLaunch:
     tensors of just these, in the problem's layout.
 
     values     the kernel's parameters that the inputs decide, by name.
+    views      (shape, strides) of what TMA descriptors describe of the inputs and of scratch memory, by name.
+    scratch    how many float32 each kind of scratch memory holds.
     unaligned  bits of an address that must be 0.
     index      of the CUDA device; None where Triton's interpreter runs the kernel.
     steps      functions to launch, by the strides of dq, dk and dv.
@@ -58,6 +76,8 @@ class BackwardLaunch:
     problem: Problem
     device: torch.device
     values: Mapping[str, int]
+    views: Mapping[str, View]
+    scratch: Mapping[str, int]
     unaligned: int
     index: int | None
     steps: dict[Strides, list[Step]] = field(default_factory=dict)
@@ -87,30 +107,33 @@ class BackwardLaunch:
             with torch.cuda.device(index):
                 self(query, key, value, out, lse, dout, dlse, dq, dk, dv, scale)
             return
-        # One function writes both.
-        if dk is None and dv is not None:
-            dk = torch.empty(key.shape, dtype=key.dtype, device=key.device)
-        elif dv is None and dk is not None:
-            dv = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-        # The caching allocator gives it to others only for what comes later on this stream.
-        delta = torch.empty(lse.shape, dtype=torch.float32, device=lse.device)
+        # One function writes both, and where kernels are fused all three.
+        if self.kernel.candidate.variant.fused or (dk is None) != (dv is None):
+            dk = torch.empty(key.shape, dtype=key.dtype, device=key.device) if dk is None else dk
+            dv = torch.empty(value.shape, dtype=value.dtype, device=value.device) if dv is None else dv
+        if self.kernel.candidate.variant.fused and dq is None:
+            dq = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         strides = tuple(None if gradient is None else gradient.stride() for gradient in (dq, dk, dv))
         steps = self.steps.get(strides)
         if steps is None:
             steps = self._bound(strides, {"dq": dq, "dk": dk, "dv": dv})
-        tensors = (query, key, value, out, lse, dout, dlse, dq, dk, dv, delta)
+        # The caching allocator gives scratch memory to others only for what comes later on this stream.
+        scratch = (
+            torch.empty((self.scratch[name],), dtype=torch.float32, device=lse.device) if name in self.scratch else None for name in SCRATCH
+        )
+        tensors = (query, key, value, out, lse, dout, dlse, dq, dk, dv, *scratch)
         if index is None:
             for step in steps:
-                step.enqueue(0, _filled(step, (*tensors, scale)))
+                step(0, tensors, scale)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-        q, k, v, o, _, do, _, gradient_q, gradient_k, gradient_v, _ = addresses
+        q, k, v, o, _, do, _, gradient_q, gradient_k, gradient_v, *_ = addresses
         if (q | k | v | o | do | gradient_q | gradient_k | gradient_v) & self.unaligned:
             raise LaunchError(f"{self.kernel.candidate} was built for 16-byte aligned tensors, and one begins elsewhere")
         stream = torch._C._cuda_getCurrentRawStream(index)
         try:
             for step in steps:
-                step.enqueue(stream, _filled(step, (*addresses, scale)))
+                step(stream, addresses, scale)
         except RuntimeError as error:
             raise LaunchError(f"{self.kernel.candidate} was not launched: {error}") from error
 
@@ -119,20 +142,18 @@ class BackwardLaunch:
         problem = self.problem
         given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         require_fit(self.kernel, problem, given, self.device)
-        values = dict(self.values)
+        values, views = dict(self.values), dict(self.views)
         for name, gradient in given.items():
             values |= stride_arguments(name, gradient, problem.layout)
-        block = self.kernel.candidate.config.block_n
-        row_blocks = problem.batch * problem.heads_q * -(-problem.seqlen_q // block)
-        key_blocks = problem.batch * problem.heads_kv * -(-problem.seqlen_kv // block)
+            views[name] = (shape_of(name, problem), strides_of(gradient, problem.layout))
         steps = []
         for function in self.kernel.functions:
             writes = [name for name in gradients if name in function.arg_names]
-            grid = key_blocks if "dk" in writes else row_blocks
+            grid = grid_of(function.name, self.kernel.candidate, problem)
             if grid > MOST_GRID:
-                raise ArgumentError(f"{problem} is {grid} blocks of {block} rows; a grid has at most {MOST_GRID}")
+                raise ArgumentError(f"{problem} is {grid} programs of {function.name}; a grid has at most {MOST_GRID}")
             if grid and given and all(name in given for name in writes):
-                steps.append(_step(function, grid, values, self.index))
+                steps.append(_step(function, grid, values, views, next(iter(given.values())), self.index))
         if len(self.steps) >= MOST_STRIDES:
             self.steps.pop(next(iter(self.steps)), None)
         self.steps[strides] = steps
@@ -185,8 +206,16 @@ def prepare_backward(
     if kernel.candidate.variant.store_lse:
         require_rows("dlse", dlse, problem)
     values = integers_of(problem)
+    views: dict[str, View] = {}
     for name, tensor in tensors.items():
         values |= stride_arguments(name, tensor, problem.layout)
+        views[name] = (shape_of(name, problem), strides_of(tensor, problem.layout))
+    scratch = scratch_of(kernel.candidate, problem)
+    if "rows" in scratch:
+        views["rows_tiles"] = ((scratch["rows"],), ())
+    if "dq_sum" in scratch:
+        values["dq_beyond"] = scratch["dq_sum"] // 32
+        views["dq_tiles"] = ((scratch["dq_sum"] // 32, 32), (32,))
     index = None
     if not kernel.interpreted:
         index = query.device.index
@@ -197,22 +226,66 @@ def prepare_backward(
         problem=problem,
         device=query.device,
         values=values,
+        views=views,
+        scratch=scratch,
         unaligned=15 if kernel.problem.aligned_16 else 0,
         index=index,
     )
 
 
-def _step(function: Function, grid: int, values: Mapping[str, int], index: int | None) -> Step:
+def grid_of(function: str, candidate: Candidate, problem: Problem) -> int:
+    """How many programs a function of a backward kernel has."""
+    config = candidate.config
+    rows, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
+    if function.endswith("dkdv"):
+        return keys * math.ceil(problem.seqlen_kv / config.block_n)
+    if candidate.variant.backend == "triton":
+        return rows * math.ceil(problem.seqlen_q / config.block_n)
+    if function.endswith("dq"):  # two warpgroups of queries
+        return rows * math.ceil(problem.seqlen_q / (2 * WARPGROUP_ROWS))
+    tiles = rows * math.ceil(problem.seqlen_q / config.block_m)
+    return 2 * tiles if function.endswith("dq_convert") else tiles
+
+
+def scratch_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
+    """How many float32 a backward kernel needs of each kind of scratch memory: never more than a few for each element of q."""
+    rows = problem.batch * problem.heads_q
+    if candidate.variant.backend == "triton":
+        return {"delta": rows * problem.seqlen_q}
+    tiled = rows * math.ceil(problem.seqlen_q / candidate.config.block_m) * candidate.config.block_m
+    fused = {"dq_sum": tiled * specialised_dims(problem)[0]} if candidate.variant.fused else {}
+    return {"rows": 2 * tiled} | fused
+
+
+def _step(
+    function: Function, grid: int, values: Mapping[str, int], views: Mapping[str, View], like: torch.Tensor, index: int | None
+) -> Step:
     values = {**values, **function.constants}
-    names = function.arg_names
-    for name in names:
-        if name not in values and name not in CALLED_WITH:
+    if index is None:
+        enqueue, loaded, encodes = _interpreter(function, grid), None, False
+    else:
+        loaded = function.on(index)
+        enqueue, encodes = enqueuer(loaded, grid)
+    arguments: list[Any] = []
+    slots: list[tuple[int, int, Callable[[Any], Any] | None]] = []
+    scale = None
+    for name in function.arg_names:
+        called_with = SCRATCH_TILES.get(name, name)
+        if name == "scale":
+            scale = len(arguments)
+        elif called_with in CALLED_WITH:
+            describe = None
+            if name in function.described:
+                somewhere = like.new_empty(512, dtype=torch.float32 if name in SCRATCH_TILES else like.dtype)
+                described = describer(*views[name], function.described[name], somewhere.dtype)
+                describe = encoder(function, loaded, name, described, somewhere, encodes)
+            slots.append((len(arguments), CALLED_WITH.index(called_with), describe))
+        elif name not in values:
             raise TypeError(f"{function.name} has a parameter {name}, of which launch knows nothing")
-    return Step(
-        enqueue=_interpreter(function, grid) if index is None else enqueuer(function.on(index), grid)[0],
-        arguments=[values.get(name) for name in names],
-        slots=tuple((place, CALLED_WITH.index(name)) for place, name in enumerate(names) if name in CALLED_WITH),
-    )
+        arguments.append(values.get(name))
+        if encodes and name in function.described:
+            arguments += expanded(described, somewhere)
+    return Step(enqueue=enqueue, arguments=arguments, scale=scale, slots=tuple(slots))
 
 
 def _interpreter(function: Function, grid: int) -> Callable[[int, list[Any]], object]:
@@ -222,11 +295,3 @@ def _interpreter(function: Function, grid: int) -> Callable[[int, list[Any]], ob
         function.jit[(grid,)](*arguments)
 
     return run
-
-
-def _filled(step: Step, given: tuple[Any, ...]) -> list[Any]:
-    """The arguments of a call."""
-    arguments = step.arguments.copy()
-    for place, which in step.slots:
-        arguments[place] = given[which]
-    return arguments

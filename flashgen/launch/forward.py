@@ -12,7 +12,7 @@ from flashgen.build.kernel import TENSORS, Kernel, build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
-from flashgen.launch.descriptors import describer, encoder
+from flashgen.launch.descriptors import Describe, Encode, describer, encoder, expanded
 from flashgen.launch.enqueue import enqueuer
 from flashgen.launch.tensors import (
     integers_of,
@@ -38,7 +38,7 @@ class Launch:
     arguments     values of the kernel's parameters, in order; those that change with each call are filled in.
     slots         where in them q, k, v, out and the scale go.
     lse_slot      where the log-sum-exp goes; None if the kernel stores none.
-    encode        (which of q, k, v, out; address) -> TMA descriptor; None where the kernel takes addresses.
+    encode        of q, k, v and out, address -> TMA descriptor; None where the kernel takes addresses.
     unaligned     bits of an address that must be 0.
     index         of the CUDA device.
     """
@@ -48,7 +48,7 @@ class Launch:
     arguments: list[Any]
     slots: tuple[int, int, int, int, int]
     lse_slot: int | None
-    encode: Callable[[int, int], Any] | None
+    encode: tuple[Encode, ...] | None
     unaligned: int
     index: int
     current_device: Callable[[], int]
@@ -77,7 +77,7 @@ class Launch:
             raise LaunchError(f"{self.kernel.candidate} was built for 16-byte aligned tensors, and one begins elsewhere")
         encode = self.encode
         if encode is not None:
-            q, k, v, o = encode(0, q), encode(1, k), encode(2, v), encode(3, o)
+            q, k, v, o = encode[0](q), encode[1](k), encode[2](v), encode[3](o)
         arguments = self.arguments.copy()
         slots = self.slots
         arguments[slots[0]] = q
@@ -100,7 +100,7 @@ class InterpretedLaunch:
     kernel: Kernel
     grid: int
     arguments: Mapping[str, Any]
-    describe: Callable[[int, torch.Tensor], Any] | None
+    describe: Mapping[str, Describe]
 
     def __call__(
         self,
@@ -113,9 +113,8 @@ class InterpretedLaunch:
     ) -> None:
         """Runs the kernel, one program after the other."""
         tensors: dict[str, Any] = dict(zip(TENSORS, (query, key, value, out)))
-        if self.describe is not None:
-            tensors = {name: self.describe(which, tensor) for which, (name, tensor) in enumerate(tensors.items())}
-        given = {**self.arguments, **tensors, "lse": lse, "scale": scale}
+        described = {name: describe(tensors[name]) for name, describe in self.describe.items()}
+        given = {**self.arguments, **tensors, **described, "lse": lse, "scale": scale}
         self.kernel.function[(self.grid,)](**{name: given[name] for name in self.kernel.arg_names})
 
 
@@ -159,13 +158,12 @@ def prepare(
     if "lse" in kernel.arg_names:
         require_rows("lse", lse, problem)
     values: dict[str, Any] = {**integers_of(problem), **kernel.constants}
-    describe = None
-    if kernel.candidate.variant.load == "tma":
-        shapes, strides = [shape_of(name, problem) for name in TENSORS], [strides_of(each, problem.layout) for each in tensors.values()]
-        describe = describer(kernel, shapes, strides, query)
-    else:
-        for name, tensor in tensors.items():
-            values |= stride_arguments(name, tensor, problem.layout)
+    describe: dict[str, Describe] = {}
+    for name, tensor in tensors.items():
+        values |= stride_arguments(name, tensor, problem.layout)
+        if name in kernel.only.described:
+            shape, strides = shape_of(name, problem), strides_of(tensor, problem.layout)
+            describe[name] = describer(shape, strides, kernel.only.described[name], query.dtype)
 
     config = kernel.candidate.config
     grid = values["num_heads"] * -(-problem.seqlen_q // config.block_m)
@@ -186,6 +184,7 @@ def prepare(
         table = _schedule(kernel.candidate, problem, grid, index)
         values |= {"schedule": table.data_ptr(), "schedule_width": table.shape[1]}
     enqueue, encodes = enqueuer(loaded, grid)
+    somewhere = query.new_empty(512)  # an empty tensor has no address
     arguments: list[Any] = []
     places: dict[str, int] = {}
     for name in kernel.arg_names:
@@ -196,17 +195,15 @@ def prepare(
             arguments.append(values[name])
         else:
             raise TypeError(f"the kernel of {kernel.candidate.variant.name} has a parameter {name}, of which launch knows nothing")
-        if describe is not None and encodes and name in TENSORS:
-            # The C function takes a descriptor as its encoded map, its shape and its strides.
-            blank = describe(TENSORS.index(name), query)
-            arguments += [*blank.shape, *blank.strides]
+        if encodes and name in describe:
+            arguments += expanded(describe[name], somewhere)
     return Launch(
         kernel=kernel,
         enqueue=enqueue,
         arguments=arguments,
         slots=(places["q"], places["k"], places["v"], places["out"], places["scale"]),
         lse_slot=places.get("lse"),
-        encode=None if describe is None else encoder(kernel, loaded, describe, query, encodes),
+        encode=tuple(encoder(kernel.only, loaded, name, each, somewhere, encodes) for name, each in describe.items()) or None,
         unaligned=15 if kernel.problem.aligned_16 else 0,
         index=index,
         current_device=torch._C._cuda_getDevice,

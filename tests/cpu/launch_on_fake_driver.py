@@ -219,7 +219,7 @@ for load in ("pointer", "tma"):
             launch(moved(query, 0x100000 + 0x1000 * step), key, value, out, lse, 1.0)
         seen["encoded_for_many"] = len([each for each in encoded if each["address"] >= 0x100000])
         seen["encoded_again"] = len(encoded) - seen["encoded_for_many"]
-        seen["kept"] = launch.encode.cache_info().currsize
+        seen["kept"] = launch.encode[0].cache_info().currsize
     current = 1
     driver_library.fake_watch(None, None)
     best = float("inf")
