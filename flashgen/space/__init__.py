@@ -122,9 +122,6 @@ def portable_default(problem: Problem, device: Device) -> Candidate:
     return adapt(picked, problem, device) or min(portable, key=lambda other: _distance(picked, other))
 
 
-default_backward = portable_default
-
-
 def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:
     """A candidate of a similar problem carried over to this one: required structure replaced, knobs that cannot matter here reset,
     numbers cut down where that makes them legal. None if it does not become legal."""

@@ -620,3 +620,48 @@ def test_blocks_of_keys_walk_queries():
         assert walked.row_blocks == math.ceil(problem.seqlen_kv / 128)
     first, last = schedule.walk_queries(cell(mask="causal", seqlen=1024), 64, 128).spans[:: len(range(0, 1024, 128)) - 1]
     assert (first, last) == (1024, 128)
+
+
+# From Triton 3.6.0's compiler for sm_90a (2026-11-30), both masks: registers of a consumer's thread, and shared memory.
+@pytest.mark.parametrize(
+    ("head_dim", "changes", "registers", "smem"),
+    [
+        (128, dict(), 229, 230880),
+        (128, dict(fused=False), 225, 132480),
+        (128, dict(fused=False, num_stages=3), 225, 165824),
+        (64, dict(), 238, 231904),
+        (64, dict(block_m=64), 175, 148960),
+        (64, dict(fused=False), 237, 100736),
+        (256, dict(), 231, 230848),
+    ],
+)
+def test_resources_of_backward_hopper_kernels(head_dim, changes, registers, smem):
+    problem = cell(head_dim, direction="backward")
+    guess = resources.guess(backward(head_dim, **changes), problem, H200)
+    assert guess.registers == pytest.approx(registers, abs=35)
+    assert guess.spill_bytes == 0
+    assert guess.smem_bytes == pytest.approx(smem, abs=136)
+    assert guess.smem_bytes >= smem
+
+
+# The same of portable ones, the hungriest function's, and what all spill together; a window of the truth, for spills follow no rule.
+@pytest.mark.parametrize(
+    ("device", "head_dim", "tile", "num_warps", "num_stages", "registers", "spilled"),
+    [
+        (H200, 64, (64, 128), 8, 2, 236, 0),
+        (H200, 64, (16, 64), 8, 3, 108, 0),
+        (H200, 64, (64, 64), 8, 1, 167, 0),
+        (H200, 64, (32, 128), 8, 2, 156, 0),
+        (H200, 128, (32, 128), 8, 2, 253, 0),
+        (H200, 128, (32, 64), 8, 3, 176, 0),
+        (H200, 128, (64, 64), 4, 2, 255, 192),
+        (H200, 256, (64, 64), 8, 2, 255, 544),
+        (A100, 128, (32, 64), 8, 2, 175, 0),
+    ],
+)
+def test_resources_of_portable_backward_kernels(device, head_dim, tile, num_warps, num_stages, registers, spilled):
+    problem = cell(head_dim, direction="backward")
+    config = Config(block_m=tile[0], block_n=tile[1], num_warps=num_warps, num_stages=num_stages)
+    guess = resources.guess(Candidate(variant=Variant(family="backward"), config=config), problem, device)
+    assert guess.registers == pytest.approx(registers, abs=40)
+    assert spilled / 3 <= guess.spill_bytes <= 3 * spilled + 60
