@@ -83,6 +83,6 @@ def tidy(text: str) -> str:
     """Blank lines as PEP 8 wants them: Jinja's line statements swallow some and leave others."""
     text = re.sub(r"[ \t]+\n", "\n", text)
     text = re.sub(r"\n{2,}(?=[ \t])", "\n\n", text)
-    text = re.sub(r"\n+(?=@triton\.jit|@gluon\.jit)", "\n\n\n", text)
+    text = re.sub(r"\n+(?=@(?:triton|gluon|builtin)\b|# ---- )", "\n\n\n", text)
     text = re.sub(r"(?m)^((?:import|from) .*\n)(?=#)", r"\1\n", text)
     return text.strip("\n") + "\n"

