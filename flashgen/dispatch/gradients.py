@@ -79,7 +79,8 @@ class DifferentiablePlan:
             return _each(torch.zeros_like, kept, needed)
         gradients = _each(_empty_gradient, kept, needed)
         aligned = all(tensor.data_ptr() % 16 == 0 for tensor in kept if tensor is not None)
-        deterministic = torch.are_deterministic_algorithms_enabled()
+        # A kernel that is not deterministic computes all three at once.
+        deterministic = torch.are_deterministic_algorithms_enabled() or not all(needed)
         signature = (*(tensor.stride() for tensor in kept.strided), kept.dlse is None, needed, aligned, deterministic)
         run = self.launches.get(signature)
         if run is not None:
