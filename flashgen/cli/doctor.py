@@ -141,7 +141,7 @@ def _advice(packages: dict[str, dict[str, Any]], device: dict[str, Any], rows: d
     elif device["key"] not in rows["devices"]:
         yield f"nothing was tuned for this device yet: {TUNE}"
     else:
-        yield f"all is set: flashgen winners lists what is tuned, and more is: {TUNE}"
+        yield f"all is set: flashgen winners lists what is tuned, and more is: {TUNE}, with --direction backward for gradients"
 
 
 def _show(data: dict[str, Any], console: Console) -> None:

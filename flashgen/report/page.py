@@ -58,6 +58,7 @@ def data(summaries: Sequence[Summary]) -> list[dict[str, Any]]:
 def _problem(summary: Summary, summaries: Sequence[Summary]) -> dict[str, Any]:
     return {
         "title": str(summary.problem),
+        "direction": summary.problem.direction,
         "device": summary.device.name,
         "predicted_only": summary.is_predicted_only,
         "roofline_tflops": summary.roofline_tflops,
@@ -81,7 +82,10 @@ def _problem(summary: Summary, summaries: Sequence[Summary]) -> dict[str, Any]:
 def _theory(summary: Summary) -> dict[str, list[float]]:
     """The paper's model of one layer with this problem's heads (batch x heads), and the roofline with its mask, over sequence length."""
     problem, device = summary.problem, summary.device
-    layers = [theory.layer(seqlen, problem.head_dim_qk, problem.batch * problem.heads_q or 1, device) for seqlen in SEQLENS]
+    layers = [
+        theory.layer(seqlen, problem.head_dim_qk, problem.batch * problem.heads_q or 1, device, direction=problem.direction)
+        for seqlen in SEQLENS
+    ]
     bounds = [theory.bound_s(replace(problem, seqlen_q=seqlen, seqlen_kv=seqlen), device) for seqlen in SEQLENS]
     return {
         "seqlen": list(SEQLENS),
@@ -107,7 +111,7 @@ def _points(summary: Summary, summaries: Sequence[Summary]) -> dict[str, list[li
 
 def _family(summary: Summary) -> tuple[object, ...]:
     problem = summary.problem
-    return problem.direction, problem.dtype, problem.head_dim_qk, problem.head_dim_v, problem.mask, problem.window
+    return problem.direction, problem.deterministic, problem.dtype, problem.head_dim_qk, problem.head_dim_v, problem.mask, problem.window
 
 
 def _trials(summary: Summary) -> dict[str, list[Any]]:

@@ -9,7 +9,7 @@ from flashgen import space, theory
 from flashgen.candidate import Candidate
 from flashgen.database import ranking
 from flashgen.device import Device
-from flashgen.problem import Problem
+from flashgen.problem import DIRECTIONS, Problem
 from flashgen.record import Record, Status
 from flashgen.report.units import tflops
 
@@ -119,11 +119,12 @@ def label(candidate: Candidate) -> str:
     of these two."""
     variant, config = candidate.variant, candidate.config
     if variant.backend == "hopper":
-        structure, names = ["hopper", variant.order.replace("_", " ")], ("ping_pong", "lazy_rescale", "scale_first")
+        structure, names = ["hopper", variant.order], ["ping_pong", "lazy_rescale", "scale_first", "fused", "split_roles"]
         config = replace(config, persistent=False)
     else:
-        structure, names = [variant.load], ("masked_apart", "longest_first", "scale_first")
-    return ", ".join([str(config), *structure, *(name.replace("_", " ") for name in names if getattr(variant, name))])
+        structure, names = [variant.load], ["masked_apart", "longest_first", "scale_first"]
+    words = structure + [name for name in names if getattr(variant, name)]
+    return ", ".join([str(config), *(word.replace("_", " ") for word in words if word)])
 
 
 def describe(record: Record) -> str:
@@ -208,6 +209,7 @@ def _order(summary: Summary) -> tuple[object, ...]:
     problem = summary.problem
     return (
         summary.device.name,
+        DIRECTIONS.index(problem.direction),
         problem.dtype,
         problem.head_dim_qk,
         problem.head_dim_v,

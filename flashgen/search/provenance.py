@@ -26,7 +26,9 @@ def here() -> Provenance:
 
 
 def now(provenance: Provenance) -> Provenance:
-    """The same at this time."""
+    """The same at this time, or at the one that it has."""
+    if provenance.utc:
+        return provenance
     utc = datetime.datetime.now(datetime.timezone.utc)
     return replace(provenance, utc=utc.isoformat(timespec="seconds"))
 

@@ -1,5 +1,6 @@
 """A made-up GPU, compiler and clock, for tests of the search over the real legal space: time passes only when someone waits."""
 
+import datetime
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -55,6 +56,11 @@ class World:
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
+    def here(self) -> Provenance:
+        """Rows are as old as they would be: of rows in one and the same second another one counts."""
+        utc = datetime.datetime(2026, 1, 1, tzinfo=datetime.timezone.utc) + datetime.timedelta(seconds=self.now)
+        return replace(HERE, utc=utc.isoformat(timespec="seconds"))
+
     def tune(self, problem: Problem, database: Database, budget: Budget | None = None, **more: object) -> "Search":
         """A search in this world; `run` it."""
         return Search(
@@ -66,7 +72,7 @@ class World:
             budget=Budget() if budget is None else budget,
             on_event=self.events.append,
             clock=Clock(now=lambda: self.now, sleep=self.sleep),
-            here=lambda: HERE,
+            here=self.here,
             **more,  # type: ignore[arg-type]
         )
 

@@ -142,6 +142,16 @@ def test_everything_else() -> None:
     assert problems(seqlen="8", head_dim="64", heads="8", mask="causal_top_left", seqlen_kv="16")[0].mask == "causal_top_left"
 
 
+def test_directions() -> None:
+    """Both of each problem, in turn; only gradients can be asked to be deterministic."""
+    shape = dict(seqlen="8,16", head_dim="64", heads="8")
+    assert [(problem.seqlen_q, problem.direction) for problem in problems(**shape, direction="forward,backward")] == [
+        (8, "forward"), (8, "backward"), (16, "forward"), (16, "backward"),
+    ]  # fmt: skip
+    assert {problem.direction for problem in problems(**shape)} == {"forward"}
+    assert all(problem.deterministic for problem in problems(**shape, direction="backward", deterministic=True))
+
+
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])
 def test_spellings_of_a_dtype(name: str) -> None:
     assert problems(seqlen="8", head_dim="64", heads="8", dtype=name)[0].dtype == "bfloat16"
@@ -177,6 +187,8 @@ def test_lists_give_every_combination() -> None:
         ({"seqlen": "8", "head_dim": "64", "heads": "8", "window": "4,x"}, "--window is 'x'"),
         ({"seqlen": "8", "head_dim": "64", "heads": "8", "window": "-2,0"}, "window (left) is -2"),
         ({"seqlen": "8", "head_dim": "64", "heads": "8", "layout": "sbhd"}, "layout is 'sbhd'"),
+        ({"seqlen": "8", "head_dim": "64", "heads": "8", "direction": "back"}, "direction is 'back'"),
+        ({"seqlen": "8", "head_dim": "64", "heads": "8", "deterministic": True}, "deterministic is True and direction is 'forward'"),
         ({"seqlen": "8", "head_dim": "64", "heads": "8", "hidden": "512"}, "--hidden stands instead of --heads"),
         ({"seqlen": "8", "head_dim": "96", "hidden": "512"}, "--hidden is 512"),
         ({"seqlen": "8", "head_dim": "64", "heads": "8", "tokens": "12"}, "--tokens is 12"),
@@ -205,6 +217,9 @@ def test_several_problems_where_one_is_wanted() -> None:
         ({"mask": "full"}, False),
         ({"heads_kv": "8"}, False),
         ({"return_lse": True}, False),
+        ({"deterministic": True}, False),
+        ({"direction": "backward"}, False),
+        ({"direction": "forward,backward"}, True),
         ({"window": "64,0"}, False),
     ],
 )
@@ -213,7 +228,7 @@ def test_options_choose_among_stored_problems(options: dict[str, Any], expected:
 
 
 def test_choosing_refuses_what_it_does_not_know() -> None:
-    for options in ({"mask": "causl"}, {"dtype": "int8"}, {"hidden": "2048"}, {"seqlen": "x"}):
+    for options in ({"mask": "causl"}, {"dtype": "int8"}, {"hidden": "2048"}, {"seqlen": "x"}, {"direction": "both"}):
         with pytest.raises(ArgumentError):
             ProblemOptions(**options).matches(rows.problem())
 
@@ -318,6 +333,7 @@ def test_model() -> None:
     assert round(data["score_bytes"] / 1e9, 1) == 4.3
     assert round(answer("model", "--seqlen", "8192", "--head-dim", "64")["traffic_ratio"], 1) == 39.7
     assert answer("model", "--seqlen", "8192", "--sram-kb", "114")["traffic_ratio"] < data["traffic_ratio"]
+    assert round(answer("model", "--seqlen", "8192", "--direction", "backward")["traffic_ratio"], 1) == 10.4
 
 
 def test_model_for_people() -> None:
@@ -334,6 +350,7 @@ def test_model_for_people() -> None:
         (["--seqlen", "8", "--sram-kb", "nan"], "--sram-kb is nan"),
         (["--seqlen", "8", "--sram-kb", "0"], "--sram-kb is 0"),
         (["--seqlen", "8", "--device", "tpu"], "device is 'tpu'"),
+        (["--seqlen", "8", "--direction", "back"], "direction is 'back'"),
         (["--seqlen", "x"], "--seqlen"),
         ([], "--seqlen"),
     ],
@@ -636,6 +653,24 @@ def test_tune_refuses(search: Search, own_database: Path, arguments: list[str], 
     assert named in refused("tune", *PROBLEM, "--device", "h200", *arguments)
     assert not search.calls
     assert not own_database.exists()
+
+
+def test_both_directions_are_tuned_explained_and_listed(monkeypatch: pytest.MonkeyPatch, own_database: Path, tmp_path: Path) -> None:
+    """Each with winners of its own; the launcher of a backward kernel is not written, its module is."""
+    monkeypatch.setattr("flashgen.search.Session", Search())
+    both = [*PROBLEM, "--device", "h200", "--direction", "forward,backward"]
+    outcomes = answer("tune", *both)
+    assert [outcome["problem"].get("direction", "forward") for outcome in outcomes] == ["forward", "backward"]
+    backward = [*PROBLEM, "--device", "h200", "--direction", "backward"]
+    assert "backward, bfloat16" in run("explain", *backward)[1]
+    explanation = answer("explain", *backward, "--deterministic")
+    assert explanation["problem"]["deterministic"] and explanation["gradients"] is None
+    assert explanation["candidate"]["variant"]["family"] == "backward" and explanation["bound_us"] > 0
+    error = refused("generate", *backward, "--out", str(tmp_path / "kernel"))
+    assert "launchers are written for forward kernels only; --variant backward_" in error
+    name = error.split("--variant ")[1].split()[0]
+    (file,) = answer("generate", "--variant", name, "--out", str(tmp_path / "kernel"))["files"]
+    assert "dkdv" in Path(file).read_text()
 
 
 def test_tune_without_a_gpu_names_the_way_out(monkeypatch: pytest.MonkeyPatch, search: Search) -> None:

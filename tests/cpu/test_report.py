@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from flashgen import report
+from flashgen import report, space
 from flashgen.candidate import Candidate, Config
 from flashgen.database import Database
 from flashgen.record import Status
@@ -197,8 +197,10 @@ def test_order_is_the_same_however_rows_come() -> None:
 
 
 def test_labels_tell_candidates_apart() -> None:
-    every = rows.candidates(1000)
-    assert len({label(candidate) for candidate in every}) == len(every)
+    backward = space.candidates(rows.problem(direction="backward"), rows.H200)
+    for every in (rows.candidates(1000), backward):
+        assert len({label(candidate) for candidate in every}) == len(every)
+    assert not any(", ," in label(candidate) for candidate in backward)
     config = Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
     assert label(Candidate(config=config)) == "128x64 warps 8 stages 3, pointer, masked apart"
 
@@ -217,6 +219,25 @@ def test_terminal_of_several_problems() -> None:
     text = terminal(rows.search(10) + rows.search(10, rows.problem(mask="full")) + rows.predictions(3, rows.problem(batch=1)))
     assert text.count("seqlen 4096") == 3
     assert "predicted only" in text
+
+
+def test_both_directions_are_shown() -> None:
+    """Forward problems first; backward ones with their own work, bound, default, peers and model."""
+    backward = rows.problem(direction="backward")
+    records = rows.search(10, backward) + rows.search(10)
+    summaries = summarize(records)
+    assert [summary.problem.direction for summary in summaries] == ["forward", "backward"]
+    text = terminal(records)
+    assert text.index("forward, bfloat16") < text.index("backward, bfloat16")
+    one = terminal(rows.search(10, backward))
+    for words in ("winner", "default", "SDPA cudnn", "roofline", "Spearman", "Outside the legal space"):
+        assert words in one
+    first, second = Page(report.html(records)).data
+    assert (first["direction"], second["direction"]) == ("forward", "backward")
+    assert second["flops"] == 2.5 * first["flops"] and second["roofline_tflops"] == pytest.approx(first["roofline_tflops"])
+    assert all(b > 1.5 * a for a, b in zip(first["theory"]["flash_ms"], second["theory"]["flash_ms"]))
+    assert {name for name, _ in summaries[1].contenders()} >= {"winner", "default", "SDPA cudnn"}
+    assert len(second["points"]["winner"]) == 1, "no points of the other direction"
 
 
 def test_terminal_says_first_that_nothing_was_measured() -> None:

@@ -13,8 +13,10 @@ from flashgen.report.tables import NOTHING_MEASURED
 pytestmark = pytest.mark.gpu
 
 
-def test_bench_keeps_rows_of_what_runs_and_of_peers(own_database: Path) -> None:
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_bench_keeps_rows_of_what_runs_and_of_peers(own_database: Path, direction: str) -> None:
     arguments = ["bench", "--seqlen", "1024", "--heads", "8", "--head-dim", "64", "--causal", "--seconds", "0.5", "--json"]
+    arguments += ["--direction", direction]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     rows = json.loads(result.stdout)
@@ -33,4 +35,7 @@ def test_demo(tmp_path: Path) -> None:
     assert data["attention"]["ok"]
     assert data["attention"]["how"] == "exact"
     assert {row["peer"]["name"] for row in data["outcome"]["peers"]} >= {"flash"}
+    backward = data["backward"]
+    assert backward["attention"]["ok"] and backward["attention"]["how"] == "exact"
+    assert {row["peer"]["name"] for row in backward["outcome"]["peers"]} >= {"flash"}
     assert NOTHING_MEASURED not in page.read_text()
