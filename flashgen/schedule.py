@@ -3,7 +3,7 @@
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,6 +14,7 @@ WARPGROUP_ROWS = 64  # of a product of one warpgroup
 DQ_ROWS, DQ_KEYS = 128, 64  # that a program of a backward hopper kernel owns, and walks at a time, where dq has a loop of its own
 MOST_PART = 128  # columns of the output that a warpgroup of a hopper kernel writes at once
 _BLOCKS_OF_A_TILE = 0.7  # a tile of a hopper kernel costs as much outside its loop as about so many blocks of keys
+_TILES_OF_A_KEY_BLOCK = 1.0  # and a block of keys of a backward hopper kernel as much as about so many row tiles
 _KEYS_OF_A_TILE = 96  # a tile of any kernel costs as much outside its loop as about this many keys inside it
 _QUERIES_OF_A_TILE = 160  # and a block of keys of a backward kernel as this many queries
 
@@ -210,15 +211,32 @@ def tile_lists(candidate: Candidate, problem: Problem, programs: int) -> tuple[t
     config = candidate.config
     works = _works(problem, config.block_m, config.block_n)
     order = range(len(works))[::-1] if candidate.variant.longest_first else range(len(works))
+    return _dealt(works, order, problem.batch * problem.heads_q, config.head_group, programs)
+
+
+@lru_cache(maxsize=256)
+def key_block_lists(candidate: Candidate, problem: Problem, programs: int) -> tuple[tuple[int, ...], ...]:
+    """The same for a backward hopper kernel: blocks of keys of each program, those first that most queries see. A block is
+    head * num_key_blocks + key_block, with the head of K and V counted through the batch."""
+    config = candidate.config
+    starts = range(0, problem.seqlen_kv, config.block_n)
+    parts = [row_tiles_walked(problem, start, config.block_m, config.block_n) for start in starts]
+    group = problem.heads_q // problem.heads_kv
+    works = [group * (end - first) + _TILES_OF_A_KEY_BLOCK for first, _, _, end in parts]
+    order = sorted(range(len(works)), key=lambda block: -works[block])
+    return _dealt(works, order, problem.batch * problem.heads_kv, config.head_group, programs)
+
+
+def _dealt(works: Sequence[float], order: Sequence[int], heads: int, head_group: int, programs: int) -> tuple[tuple[int, ...], ...]:
     lists: list[list[int]] = [[] for _ in range(programs)]
     loads = [(0.0, program) for program in range(programs)]
     first = 0
-    for group in head_groups(problem.batch * problem.heads_q, config.head_group, len(works), programs):
-        for row_block in order:
+    for group in head_groups(heads, head_group, len(works), programs):
+        for block in order:
             for head in range(first, first + group):
                 load, program = loads[0]
-                lists[program].append(head * len(works) + row_block)
-                heapq.heapreplace(loads, (load + works[row_block], program))
+                lists[program].append(head * len(works) + block)
+                heapq.heapreplace(loads, (load + works[block], program))
         first += group
     return tuple(tuple(tiles) for tiles in lists)
 
@@ -278,3 +296,17 @@ def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[in
     low, high = problem.band
     end = problem.seqlen_kv if high is None else min(max(min(row + rows, problem.seqlen_q) + high, 0), problem.seqlen_kv)
     return 0 if low is None else max(row + low, 0) // block_n, math.ceil(end / block_n)
+
+
+def row_tiles_walked(problem: Problem, key: int, block_m: int, block_n: int) -> tuple[int, int, int, int]:
+    """(first, whole_from, whole_to, end) of the tiles of block_m queries that see some of the keys from this one on, block_n of them at
+    most: those from whole_from to whole_to see all block_n."""
+    low, high = problem.band
+    seqlen_q, keys_end = problem.seqlen_q, min(key + block_n, problem.seqlen_kv)
+    end = math.ceil((seqlen_q if low is None else min(max(keys_end - low, 0), seqlen_q)) / block_m)
+    first = 0 if high is None else min(max(key - high, 0) // block_m, end)
+    whole_from = first if high is None else min(max(math.ceil(max(key + block_n - 1 - high, 0) / block_m), first), end)
+    whole_to = end if low is None else min(max(max(key + 1 - low, 0) // block_m, whole_from), end)
+    if key + block_n > problem.seqlen_kv:
+        whole_from = whole_to
+    return first, whole_from, whole_to, end

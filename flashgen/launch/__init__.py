@@ -3,6 +3,7 @@
     forward      prepare: a forward Kernel and tensors -> Launch
     backward     prepare_backward: a backward Kernel, whose functions are launched one after another, and tensors -> BackwardLaunch
     tensors      what a problem says of its tensors, and what a kernel needs of them
+    schedules    what each program of a hopper kernel does
     descriptors  TMA descriptors, encoded once for each address
     enqueue      Triton's launchers
 

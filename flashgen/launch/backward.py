@@ -13,6 +13,7 @@ from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.descriptors import describer, encoder, expanded
 from flashgen.launch.enqueue import enqueuer
+from flashgen.launch.schedules import key_schedule
 from flashgen.launch.tensors import (
     integers_of,
     needs_wide_offsets,
@@ -68,6 +69,7 @@ class BackwardLaunch:
     views      (shape, strides) of what TMA descriptors describe of the inputs and of scratch memory, by name.
     scratch    how many float32 each kind of scratch memory holds.
     unaligned  bits of an address that must be 0.
+    programs   of functions that have a schedule.
     index      of the CUDA device; None where Triton's interpreter runs the kernel.
     steps      functions to launch, by the strides of dq, dk and dv.
     """
@@ -79,6 +81,7 @@ class BackwardLaunch:
     views: Mapping[str, View]
     scratch: Mapping[str, int]
     unaligned: int
+    programs: int
     index: int | None
     steps: dict[Strides, list[Step]] = field(default_factory=dict)
 
@@ -149,7 +152,7 @@ class BackwardLaunch:
         steps = []
         for function in self.kernel.functions:
             writes = [name for name in gradients if name in function.arg_names]
-            grid = grid_of(function.name, self.kernel.candidate, problem)
+            grid = self._grid(function)
             if grid > MOST_GRID:
                 raise ArgumentError(f"{problem} is {grid} programs of {function.name}; a grid has at most {MOST_GRID}")
             if grid and given and all(name in given for name in writes):
@@ -158,6 +161,19 @@ class BackwardLaunch:
             self.steps.pop(next(iter(self.steps)), None)
         self.steps[strides] = steps
         return steps
+
+    def _grid(self, function: Function) -> int:
+        """How many programs a function has."""
+        if "schedule" in function.arg_names:
+            return self.programs
+        config, problem = self.kernel.candidate.config, self.problem
+        if function.name.endswith("dkdv"):
+            return problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / config.block_n)
+        rows = config.block_n
+        if self.kernel.candidate.variant.backend == "hopper":
+            rows = 2 * WARPGROUP_ROWS if function.name.endswith("dq") else config.block_m
+        shares = 2 if function.name.endswith("dq_convert") else 1
+        return problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / rows) * shares
 
 
 def bind_backward(
@@ -177,7 +193,7 @@ def bind_backward(
     gradients = [torch.empty(tensor.shape, device="meta") for tensor in (query, key, value)]
     wide_offsets = needs_wide_offsets((query, key, value, out, dout, *gradients))
     kernel = build(candidate, problem, device, wide_offsets=wide_offsets)
-    return prepare_backward(kernel, problem, query, key, value, out, lse, dout, dlse)
+    return prepare_backward(kernel, problem, query, key, value, out, lse, dout, dlse, device)
 
 
 def prepare_backward(
@@ -190,12 +206,14 @@ def prepare_backward(
     lse: torch.Tensor,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
+    device: Device,
 ) -> BackwardLaunch:
     """Binds the kernel to these tensors' shapes and strides, and loads it on their device.
 
     Tensors are in the problem's layout; lse, and dlse if the kernel reads it, are (batch, heads_q, seqlen_q) float32 and contiguous.
-    Raises ArgumentError for tensors that are not what the problem says or the kernel was built for, OutOfResourcesError or LaunchError
-    if the driver refuses to load it.
+    device says how many programs of a kernel with a schedule run at once. Raises ArgumentError for tensors that are not what the problem
+    says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it, LaunchError if a schedule is
+    needed while a CUDA graph is captured.
     """
     if kernel.candidate.variant.family != "backward":
         raise ArgumentError(f"{kernel.candidate} computes no gradients; it must be a backward kernel")
@@ -217,10 +235,16 @@ def prepare_backward(
         values["dq_beyond"] = scratch["dq_sum"] // 32
         views["dq_tiles"] = ((scratch["dq_sum"] // 32, 32), (32,))
     index = None
+    programs = 0
     if not kernel.interpreted:
         index = query.device.index
         for function in kernel.functions:
             function.on(index)
+        key_blocks = problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / kernel.candidate.config.block_n)
+        programs = min(device.num_sms, key_blocks)
+        if programs and any("schedule" in function.arg_names for function in kernel.functions):
+            table = key_schedule(kernel.candidate, problem, programs, index)
+            values |= {"schedule": table.data_ptr(), "schedule_width": table.shape[1]}
     return BackwardLaunch(
         kernel=kernel,
         problem=problem,
@@ -229,22 +253,9 @@ def prepare_backward(
         views=views,
         scratch=scratch,
         unaligned=15 if kernel.problem.aligned_16 else 0,
+        programs=programs,
         index=index,
     )
-
-
-def grid_of(function: str, candidate: Candidate, problem: Problem) -> int:
-    """How many programs a function of a backward kernel has."""
-    config = candidate.config
-    rows, keys = problem.batch * problem.heads_q, problem.batch * problem.heads_kv
-    if function.endswith("dkdv"):
-        return keys * math.ceil(problem.seqlen_kv / config.block_n)
-    if candidate.variant.backend == "triton":
-        return rows * math.ceil(problem.seqlen_q / config.block_n)
-    if function.endswith("dq"):  # two warpgroups of queries
-        return rows * math.ceil(problem.seqlen_q / (2 * WARPGROUP_ROWS))
-    tiles = rows * math.ceil(problem.seqlen_q / config.block_m)
-    return 2 * tiles if function.endswith("dq_convert") else tiles
 
 
 def scratch_of(candidate: Candidate, problem: Problem) -> dict[str, int]:

@@ -1,7 +1,5 @@
 """A forward Kernel + tensors -> Launch."""
 
-import functools
-from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +12,7 @@ from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
 from flashgen.launch.descriptors import Describe, Encode, describer, encoder, expanded
 from flashgen.launch.enqueue import enqueuer
+from flashgen.launch.schedules import tile_schedule
 from flashgen.launch.tensors import (
     integers_of,
     needs_wide_offsets,
@@ -26,7 +25,6 @@ from flashgen.launch.tensors import (
 )
 from flashgen.problem import Problem
 from flashgen.resources import programs_per_sm
-from flashgen.schedule import blocks_walked, tile_lists
 from flashgen.space import MOST_GRID
 
 
@@ -181,7 +179,7 @@ def prepare(
     if grid > MOST_GRID:
         raise ArgumentError(f"{problem} is {grid} blocks of {config.block_m} rows; a grid has at most {MOST_GRID}")
     if "schedule" in kernel.arg_names:
-        table = _schedule(kernel.candidate, problem, grid, index)
+        table = tile_schedule(kernel.candidate, problem, grid, index)
         values |= {"schedule": table.data_ptr(), "schedule_width": table.shape[1]}
     enqueue, encodes = enqueuer(loaded, grid)
     somewhere = query.new_empty(512)  # an empty tensor has no address
@@ -209,32 +207,3 @@ def prepare(
         current_device=torch._C._cuda_getDevice,
         current_stream=torch._C._cuda_getCurrentRawStream,
     )
-
-
-def _schedule(candidate: Candidate, problem: Problem, programs: int, index: int) -> torch.Tensor:
-    """(programs, width, 8) int32 on a CUDA device: how many tiles a program computes; then of each the batch item, the heads of Q and
-    of K and V, the first row, the first block of keys, how many blocks, and the head of Q counted through the batch."""
-    block_m, block_n = candidate.config.block_m, candidate.config.block_n
-    lists = tile_lists(candidate, problem, programs)
-    width = 1 + max(len(tiles) for tiles in lists)
-    walks = [(row, *blocks_walked(problem, row, block_m, block_n)) for row in range(0, problem.seqlen_q, block_m)]
-    group = problem.heads_q // problem.heads_kv
-    numbers = array("i")
-    for tiles in lists:
-        numbers.extend((len(tiles), *[0] * 7))
-        for tile in tiles:
-            heads, row_block = divmod(tile, len(walks))
-            item, head = divmod(heads, problem.heads_q)
-            numbers.extend((item, head, head // group, *walks[row_block], heads, 0))
-        numbers.extend([0] * 8 * (width - 1 - len(tiles)))
-    return _copied(numbers.tobytes(), width, index)
-
-
-@functools.cache
-def _copied(numbers: bytes, width: int, index: int) -> torch.Tensor:
-    """A schedule on a CUDA device. Equal ones are one, and it stays for the life of the process: a CUDA graph may hold its address
-    when no Launch does."""
-    with torch.cuda.device(index):
-        if torch.cuda.is_current_stream_capturing():
-            raise LaunchError("a schedule cannot be copied to the device while a CUDA graph is captured; call once before capturing")
-        return torch.frombuffer(bytearray(numbers), dtype=torch.int32).view(-1, width, 8).cuda()

@@ -86,8 +86,8 @@ def backward(device: Device) -> list[Case]:
 
 
 def specialised_backward(device: Device) -> list[Case]:
-    """Kernels of the backward pass in Gluon, with two slots: the default of each mask at head dims 64, 128 and 256, every structure and tile
-    without a mask, and the deterministic causal ones."""
+    """Kernels of the backward pass in Gluon, with two slots: the default of each mask at head dims 64, 128 and 256, every structure and
+    tile without a mask, and the deterministic causal ones."""
     shape = {"direction": "backward", "batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 1024, "seqlen_kv": 1024}
     cases: dict[Candidate, Problem] = {}
     for mask, dim in itertools.product(MASKS, (64, 128, 256)):

@@ -329,7 +329,7 @@ dlse = FakeTensor.contiguous(2, 6, 130, address=0x90004, dtype=torch.float32)
 dq = FakeTensor.contiguous(2, 6, 130, 64, address=0xA0000)
 dk, dv = moved(key, 0xB0000), moved(value, 0xC0000)
 torch.empty, empty = lambda shape, dtype, device: FakeTensor.contiguous(*shape, address=0xD0000, dtype=dtype), torch.empty
-launch = prepare_backward(kernel, backward_problem, query, key, value, out, lse, dout, dlse)
+launch = prepare_backward(kernel, backward_problem, query, key, value, out, lse, dout, dlse, H200)
 functions = {function.on(1).function: function for function in kernel.functions}
 for handle, function in functions.items():
     types_of[handle] = [kind for kind in function.compiled.src.signature.values() if kind != "constexpr"]

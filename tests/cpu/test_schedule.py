@@ -184,3 +184,36 @@ def test_the_smallest_tile_for_a_sequence(seqlen, rows):
 def test_columns_of_hopper_tiles(dims, columns):
     problem = Problem(batch=1, heads_q=1, heads_kv=1, seqlen_q=64, seqlen_kv=64, head_dim_qk=dims[0], head_dim_v=dims[1])
     assert schedule.specialised_dims(problem) == columns
+
+
+@settings(max_examples=300, deadline=None)
+@given(problem=problems, tile=st.sampled_from([(64, 128), (128, 128), (64, 64)]))
+def test_row_tiles_that_see_a_block_of_keys(problem, tile):
+    """A backward kernel leaves out no tile with a visible pair, and masks every tile of which some pair is hidden or does not exist. Rows
+    beyond the last one need no mask: they weigh nothing."""
+    block_m, block_n = tile
+    low, high = problem.band
+    low, high = -(10**9) if low is None else low, 10**9 if high is None else high
+    for key in range(0, problem.seqlen_kv, block_n):
+        first, whole_from, whole_to, end = schedule.row_tiles_walked(problem, key, *tile)
+        assert 0 <= first <= whole_from <= whole_to <= end <= math.ceil(problem.seqlen_q / block_m)
+        last = min(key + block_n, problem.seqlen_kv) - 1
+        for tile_index in range(math.ceil(problem.seqlen_q / block_m)):
+            row, row_end = tile_index * block_m, min(tile_index * block_m + block_m, problem.seqlen_q) - 1
+            some = key - row_end <= high and last - row >= low
+            every = last - row <= high and key - row_end >= low and last == key + block_n - 1
+            assert not some or first <= tile_index < end
+            assert every or not whole_from <= tile_index < whole_to
+
+
+@settings(max_examples=60, deadline=None)
+@given(problem=problems, head_group=st.sampled_from([1, 4]), programs=st.integers(1, 140))
+def test_every_block_of_keys_is_owned_once(problem, head_group, programs):
+    candidate = Candidate(
+        variant=Variant(family="backward", backend="hopper", load="tma", fused=True),
+        config=Config(block_m=64, block_n=128, num_warps=8, num_stages=2, head_group=head_group),
+    )
+    lists = schedule.key_block_lists(candidate, problem, programs)
+    blocks = problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / 128)
+    assert len(lists) == programs
+    assert sorted(block for each in lists for block in each) == list(range(blocks))
