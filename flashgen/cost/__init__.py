@@ -10,15 +10,16 @@ else is counted. See Estimate for what the results may be used for.
 
 from flashgen import theory
 from flashgen.candidate import Candidate
-from flashgen.cost.backward import works as backward
+from flashgen.cost.backward import works as _backward
 from flashgen.cost.calibration import CALIBRATION, Calibration
-from flashgen.cost.forward import works as forward
+from flashgen.cost.forward import works as _forward
+from flashgen.cost.work import Work
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Estimate, Resources
 from flashgen.resources import guess, resident
 
-__all__ = ["CALIBRATION", "Calibration", "estimate"]
+__all__ = ["CALIBRATION", "Calibration", "Work", "estimate", "works"]
 
 
 def estimate(
@@ -39,17 +40,17 @@ def estimate(
         return _nothing(bound_s)
     if resources is None:
         resources = guess(candidate, problem, device)
-    works = (forward if problem.direction == "forward" else backward)(candidate, problem, device, resources, fitted)
-    longest = max(works, key=lambda work: work.time_s(fitted))
-    time_s = max(bound_s, sum(work.time_s(fitted) for work in works))
-    seconds = {unit: sum(work.seconds.get(unit, 0.0) for work in works) for unit in longest.seconds}
+    parts = works(candidate, problem, device, resources, calibration=fitted)
+    longest = max(parts, key=lambda work: work.time_s(fitted))
+    time_s = max(bound_s, sum(work.time_s(fitted) for work in parts))
+    seconds = {unit: sum(work.seconds.get(unit, 0.0) for work in parts) for unit in longest.seconds}
     busiest = max(seconds, key=lambda unit: seconds[unit])
     return Estimate(
-        flops=sum(work.flops for work in works),
-        dram_bytes=sum(work.dram_bytes for work in works),
-        l2_bytes=sum(work.l2_bytes for work in works),
-        smem_bytes=sum(work.smem_bytes for work in works),
-        exp_ops=sum(work.exp_ops for work in works),
+        flops=sum(work.flops for work in parts),
+        dram_bytes=sum(work.dram_bytes for work in parts),
+        l2_bytes=sum(work.l2_bytes for work in parts),
+        smem_bytes=sum(work.smem_bytes for work in parts),
+        exp_ops=sum(work.exp_ops for work in parts),
         tensor_s=seconds.get("tensor", 0.0),
         exp_s=seconds.get("exp", 0.0),
         smem_s=seconds.get("smem", 0.0),
@@ -61,6 +62,15 @@ def estimate(
         bound_s=bound_s,
         bound=busiest if seconds[busiest] > 0.4 * time_s else "latency",
     )
+
+
+def works(
+    candidate: Candidate, problem: Problem, device: Device, resources: Resources | None = None, *, calibration: Calibration = CALIBRATION
+) -> list[Work]:
+    """What each function of the kernel does, in launch order: what estimate adds up. The problem must not be empty."""
+    if resources is None:
+        resources = guess(candidate, problem, device)
+    return (_forward if problem.direction == "forward" else _backward)(candidate, problem, device, resources, calibration)
 
 
 def _nothing(bound_s: float) -> Estimate:

@@ -263,6 +263,7 @@ class _Model:
             dram_bytes=dram_bytes,
             seconds=seconds,
             compute_s=total / sm_hz * uneven,
+            uneven=uneven,
             waves=tiles / slots,
         )
 

@@ -55,6 +55,7 @@ def works(candidate: Candidate, problem: Problem, device: Device, resources: Res
     seconds["issue"] += loop.masked_blocks * loop.cut_issue / sm_hz
     seconds["dram"] = dram_s(dram_bytes, device, fitted)
     query_bytes = heads * problem.seqlen_q * problem.head_dim_qk * problem.itemsize
+    uneven = _unevenness(candidate, problem, device, programs, tiles, loop.speed_up)
     return [
         Work(
             flops=2.0 * loop.scores * sum(_tile_dims(candidate, problem)) * loop.blocks,
@@ -63,7 +64,8 @@ def works(candidate: Candidate, problem: Problem, device: Device, resources: Res
             l2_bytes=float(loop.loaded_bytes * loop.blocks + query_bytes + theory.compulsory_write_bytes(problem)),
             dram_bytes=dram_bytes,
             seconds=seconds,
-            compute_s=total / sm_hz * _unevenness(candidate, problem, device, programs, tiles, loop.speed_up),
+            compute_s=total / sm_hz * uneven,
+            uneven=uneven,
             waves=tiles / slots,
         )
     ]

@@ -15,6 +15,7 @@ class Work:
 
     seconds    by unit, if each of them worked alone: tensor, exp, issue, smem, l2, dram.
     compute_s  of everything but DRAM, with its waits and the uneven end of the grid.
+    uneven     how many times as long compute_s is as it would be without an uneven end.
     waves      programs, relative to those that run at one time.
     """
 
@@ -25,6 +26,7 @@ class Work:
     dram_bytes: float
     seconds: dict[str, float]
     compute_s: float = 0.0
+    uneven: float = 1.0
     waves: float = 0.0
 
     def time_s(self, fitted: Calibration) -> float:

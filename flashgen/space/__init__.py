@@ -119,7 +119,7 @@ def portable_default(problem: Problem, device: Device) -> Candidate:
     """The same among portable kernels, which every device and Triton's interpreter run."""
     picked = _RULES[problem.direction, "triton"].pick(problem, device)
     portable = (candidate for candidate in candidates(problem, device) if candidate.variant.backend == "triton")
-    return adapt(picked, problem, device) or min(portable, key=lambda other: _distance(picked, other))
+    return adapt(picked, problem, device) or min(portable, key=lambda other: distance(picked, other))
 
 
 def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:
@@ -199,7 +199,7 @@ def _required_violations(variant: Variant, fixed: Mapping[str, object]) -> Itera
             yield name, f"is {getattr(variant, name)!r}, the problem needs {value!r}"
 
 
-def _distance(one: Candidate, other: Candidate) -> float:
+def distance(one: Candidate, other: Candidate) -> float:
     """How unlike two candidates of one problem are: a doubling of a number counts 1, another structure 1, a cap on registers 2, another
     backend 8."""
     numbers = sum(
