@@ -10,7 +10,8 @@ Conventions of the model, in elements for one head of one sequence:
 
 N is the sequence length, d the head size and M the on-chip memory in elements. The orders are Dao, Fu, Ermon, Rudra and Re,
 "FlashAttention: Fast and Memory-Efficient Exact Attention with IO-Awareness" (2022), Theorems 2 and 5, which hold for d <= M <= N d; the
-constants are this model's. Forward both do 4 N^2 d floating-point operations. Backward the standard does 8 N^2 d, four products, and
+constants are this model's. Under a causal mask FlashAttention leaves out half of what grows with N^2, while standard attention computes
+all scores before it masks them. Forward both do 4 N^2 d floating-point operations. Backward the standard does 8 N^2 d, four products, and
 FlashAttention 10 N^2 d, with the scores anew.
 """
 
@@ -27,10 +28,12 @@ def standard_elements(seqlen: int, head_dim: int, direction: str = "forward") ->
     return passes * seqlen * head_dim + passes * seqlen**2
 
 
-def flash_elements(seqlen: int, head_dim: int, sram_elements: float, direction: str = "forward") -> float:
+def flash_elements(seqlen: int, head_dim: int, sram_elements: float, direction: str = "forward", causal: bool = False) -> float:
     """Elements that FlashAttention moves between DRAM and the chip, per head: 4 N d + 2 N^2 d^2 / M, backward 8 N d + 4 N^2 d^2 / M
-    (M: elements on chip)."""
+    (M: elements on chip); causal half of the second term."""
     once, again = (4, 2) if direction == "forward" else (8, 4)
+    if causal:
+        again //= 2
     return once * seqlen * head_dim + again * seqlen**2 * head_dim**2 / sram_elements
 
 
@@ -39,9 +42,9 @@ def standard_flops(seqlen: int, head_dim: int, direction: str = "forward") -> in
     return (4 if direction == "forward" else 8) * seqlen**2 * head_dim
 
 
-def flash_flops(seqlen: int, head_dim: int, direction: str = "forward") -> int:
-    """The same of FlashAttention, which computes the scores once more on the way back: 4 N^2 d, backward 10 N^2 d."""
-    return (4 if direction == "forward" else 10) * seqlen**2 * head_dim
+def flash_flops(seqlen: int, head_dim: int, direction: str = "forward", causal: bool = False) -> int:
+    """The same of FlashAttention, which computes the scores once more on the way back: 4 N^2 d, backward 10 N^2 d; causal half of it."""
+    return (4 if direction == "forward" else 10) * seqlen**2 * head_dim // (2 if causal else 1)
 
 
 def score_bytes(seqlen: int, element_bytes: int = 2) -> int:
@@ -75,6 +78,7 @@ def layer(
     sram_bytes: float | None = None,
     element_bytes: int = 2,
     direction: str = "forward",
+    causal: bool = False,
 ) -> LayerModel:
     """The model for one layer of `heads` heads over one sequence of `seqlen` tokens, in one direction.
 
@@ -90,10 +94,10 @@ def layer(
     if direction not in DIRECTIONS:
         raise ArgumentError(f"direction is {direction!r}; it must be one of {', '.join(DIRECTIONS)}")
     standard = standard_elements(seqlen, head_dim, direction)
-    flash = flash_elements(seqlen, head_dim, sram_bytes / element_bytes, direction)
+    flash = flash_elements(seqlen, head_dim, sram_bytes / element_bytes, direction, causal)
     dtype = "float32" if element_bytes >= 4 else "bfloat16"
     standard_time = roofline(heads * standard_flops(seqlen, head_dim, direction), heads * standard * element_bytes, device, dtype)
-    flash_time = roofline(heads * flash_flops(seqlen, head_dim, direction), heads * flash * element_bytes, device, dtype)
+    flash_time = roofline(heads * flash_flops(seqlen, head_dim, direction, causal), heads * flash * element_bytes, device, dtype)
     return LayerModel(
         standard_elements=standard,
         flash_elements=flash,
