@@ -10,6 +10,7 @@
     │   └── BuildTimeoutError                    the compiler did not come back in time
     ├── LaunchError (RuntimeError)               the driver refused a kernel, or the device failed while running it
     ├── DatabaseError (RuntimeError)             a database cannot be read or written
+    ├── ProfilerError (RuntimeError)             the device's counters cannot be read here
     └── NoWinnerError (RuntimeError)             a search ended without one right and measured candidate
 
 Each also derives from the built-in error that a Python user would expect. Messages are one sentence.
@@ -54,6 +55,10 @@ class LaunchError(FlashgenError, RuntimeError):
 
 class DatabaseError(FlashgenError, RuntimeError):
     """A database cannot be read or written."""
+
+
+class ProfilerError(FlashgenError, RuntimeError):
+    """The device's counters cannot be read here."""
 
 
 class NoWinnerError(FlashgenError, RuntimeError):

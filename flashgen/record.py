@@ -15,7 +15,7 @@ from flashgen.problem import Problem
 
 
 class Status(enum.Enum):
-    """How the trial of a candidate ended. Only OK rows have times, and only they can win."""
+    """How the trial of a candidate ended. Only OK rows have times, and only they can win; COUNTED rows are no trials."""
 
     OK = "ok"
     PREDICTED = "predicted"  # estimated and perhaps compiled, never run on the device
@@ -27,6 +27,7 @@ class Status(enum.Enum):
     WRONG_RESULT = "wrong_result"
     TIMEOUT = "timeout"
     CRASHED = "crashed"
+    COUNTED = "counted"  # run under a profiler, which counts what the device did and disturbs how long it took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,11 +68,87 @@ class Resources:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FunctionCounters:
+    """What the device counted in one launch of one function of a kernel; None is what the profiler did not say.
+
+    time_us         at sm_clock_mhz, the mean clock of the SMs meanwhile.
+    l2_*_bytes      what SMs read from L2 and wrote to it, which compares with Estimate.l2_bytes; slice: all that the slices of L2 served,
+                    traffic among themselves and with DRAM too.
+    *_share         of a unit's peak over the whole time, 0 to 1: tensor cores; the exponential unit (XU, which also converts numbers); the
+                    pipe of loads from shared memory and stores to it; reads and writes of its banks; slots of the schedulers.
+    occupancy       resident warps, relative to as many as an SM can hold.
+    stalls          by reason: how many warps of a scheduler were held up by it, in the mean, each time that it issued an instruction.
+    """
+
+    name: str
+    time_us: float | None = None
+    sm_clock_mhz: float | None = None
+    dram_read_bytes: float | None = None
+    dram_write_bytes: float | None = None
+    l2_read_bytes: float | None = None
+    l2_write_bytes: float | None = None
+    l2_slice_bytes: float | None = None
+    tensor_share: float | None = None
+    exp_share: float | None = None
+    smem_share: float | None = None
+    bank_read_share: float | None = None
+    bank_write_share: float | None = None
+    issue_share: float | None = None
+    occupancy: float | None = None
+    stalls: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counters:
+    """What the device counted in one call of a kernel, function by function, under Nsight Compute.
+
+    cache     cold: emptied before each function, and before each pass in which it was repeated. So a forward kernel finds caches as in
+              bench, or in a model whose layers are larger than L2; but a function of a backward kernel also reads from DRAM what the
+              one before it left in L2. warm: as the pass before left them. In both, what was written and still lies in L2 at the end
+              never got to DRAM.
+    profiler  its version.
+    missing   metrics that it was asked for and did not give.
+    """
+
+    functions: tuple[FunctionCounters, ...]
+    cache: str = "cold"
+    profiler: str = ""
+    missing: tuple[str, ...] = ()
+
+    def total(self, *names: str) -> float | None:
+        """The sum of these figures over all functions; None if one of them was not counted."""
+        figures = [getattr(function, name) for function in self.functions for name in names]
+        return None if None in figures else float(sum(figures))
+
+    def mean(self, name: str) -> float | None:
+        """The mean of this figure over the functions, weighted by their times; None if something for it was not counted."""
+        pairs = [(getattr(function, name), function.time_us) for function in self.functions]
+        if any(None in pair for pair in pairs) or not self.time_us:
+            return None
+        return float(sum(figure * time for figure, time in pairs) / self.time_us)
+
+    @property
+    def time_us(self) -> float | None:
+        """Of all functions, without what passes between them."""
+        return self.total("time_us")
+
+    @property
+    def dram_bytes(self) -> float | None:
+        """Read from DRAM and written to it."""
+        return self.total("dram_read_bytes", "dram_write_bytes")
+
+    @property
+    def l2_bytes(self) -> float | None:
+        """Between SMs and L2."""
+        return self.total("l2_read_bytes", "l2_write_bytes")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measurement:
     """What was seen. median_us is corrected for drift by the incumbent that ran between its rounds; times_us are raw.
 
     error and tolerance are the largest absolute difference from the float64 oracle and what was allowed. message says why, where
-    status is not OK.
+    status is not OK. counters belong to COUNTED rows.
     """
 
     status: Status
@@ -84,8 +161,11 @@ class Measurement:
     message: str = ""
     sm_clock_mhz: float | None = None
     power_w: float | None = None
+    counters: Counters | None = None
 
     def __post_init__(self) -> None:
+        if (self.status is Status.COUNTED) != (self.counters is not None):
+            raise ArgumentError(f"status is {self.status.value} and counters are {self.counters}; exactly counted rows have counters")
         if (self.status is Status.OK) != (self.median_us is not None and self.median_us > 0):
             raise ArgumentError(f"median_us is {self.median_us!r} with status {self.status.value}; exactly ok rows have a time above 0")
 

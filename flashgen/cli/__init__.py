@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashgen import __version__
-from flashgen.cli import bench, db, demo, doctor, kernels, model, results, tune
+from flashgen.cli import bench, counters, db, demo, doctor, kernels, model, results, tune
 from flashgen.cli.answer import command
 
 _settings: dict[str, Any] = {
@@ -38,6 +38,7 @@ command(app, example=f"flashgen explain {PROBLEM}")(kernels.explain)
 command(app, example="flashgen winners --device h200 --head-dim 128")(results.winners)
 command(app, example="flashgen report --out report/index.html")(results.report)
 command(app, example=f"flashgen bench {PROBLEM}")(bench.bench)
+command(app, example=f"flashgen counters {PROBLEM} --direction forward,backward")(counters.counters)
 command(app, example="flashgen doctor")(doctor.doctor)
 command(app, example="flashgen demo --out report/index.html")(demo.demo)
 app.add_typer(database, name="db")

@@ -6,7 +6,7 @@ from typing import Any
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
-from flashgen.record import Estimate, Measurement, Peer, Provenance, Record, Resources, Status
+from flashgen.record import Counters, Estimate, FunctionCounters, Measurement, Peer, Provenance, Record, Resources, Status
 
 H200, H100, A100 = Device.named("h200"), Device.named("h100"), Device.named("a100")
 PROBLEM = Problem(batch=4, heads_q=16, heads_kv=16, seqlen_q=4096, seqlen_kv=4096, head_dim_qk=128, head_dim_v=128, mask="causal")
@@ -56,6 +56,9 @@ def record(
             tolerance=1e-2 if ok else None,
             resources=None if peer else resources,
             message="" if ok else f"ended as {status.value}",
+            counters=Counters(functions=(FunctionCounters(name="attention_forward", time_us=300.0, stalls={"wait": 1.5}),))
+            if status is Status.COUNTED
+            else None,
         ),
         provenance=Provenance(
             flashgen="0.1.0", torch="2.13.0", triton="3.6.0", cuda="13.0", driver="580.1", gpu="NVIDIA H200", utc=utc, origin=origin
