@@ -136,12 +136,13 @@ class Kernel:
         if self.interpreted:
             raise BuildError(f"{self.candidate} is interpreted and has no machine code")
         config, variant = self.candidate.config, self.candidate.variant
-        # Equal code is the same kernel only if it is launched alike: the grid follows from block_m and persistent.
-        launched_as: tuple[Any, ...] = (config.block_m, config.persistent)
-        if variant.backend == "hopper":  # and the schedule from the rest
-            launched_as += (config.block_n, config.head_group, variant.longest_first)
+        # Equal code is the same kernel only if it is launched alike: grid and schedule follow from these.
         if variant.family == "backward":
-            launched_as = (config.block_n,)
+            launched_as: tuple[Any, ...] = (config.block_n, config.head_group)
+        else:
+            launched_as = (config.block_m, config.persistent)
+            if variant.backend == "hopper":
+                launched_as += (config.block_n, config.head_group, variant.longest_first)
         return binary.total(
             [binary.resources(each.compiled, launched_as, specialised=variant.backend == "hopper") for each in self.functions]
         )

@@ -37,6 +37,11 @@ def candidate(variant: Variant | None = None, **numbers: int | None) -> Candidat
     return Candidate(variant=variant, config=Config(**config))
 
 
+def backward_candidate(split_roles=False, **numbers):
+    variant = Variant(family="backward", backend="hopper", load="tma", mask="causal", fused=True, split_roles=split_roles)
+    return Candidate(variant=variant, config=Config(**(dict(block_m=64, block_n=128, num_warps=8, num_stages=2) | numbers)))
+
+
 def hopper_candidate(variant: Variant | None = None, **numbers: int | None) -> Candidate:
     variant = variant or Variant(backend="hopper", mask="causal", load="tma", order="pv_first", longest_first=True)
     config = {"block_m": 192, "block_n": 128, "num_warps": 12, "num_stages": 5, "persistent": True, **numbers}
@@ -199,6 +204,41 @@ def test_equal_code_with_another_schedule_is_another_kernel():
     plain, grouped = build(hopper_candidate(), PROBLEM, H200), build(hopper_candidate(head_group=4), PROBLEM, H200)
     assert plain.compiled.asm["cubin"] == grouped.compiled.asm["cubin"]
     assert plain.resources.binary_sha256 != grouped.resources.binary_sha256
+
+
+def test_a_backward_hopper_kernel_compiles_and_its_schedule_counts():
+    """Of its functions one has descriptors of all that it reads and writes; the scratch between them moves by TMA there, and by pointers in
+    the others."""
+    problem = dataclasses.replace(PROBLEM, direction="backward")
+    plain, grouped = (build(backward_candidate(head_group=group), problem, H200) for group in (1, 4))
+    assert [function.name.removeprefix("attention_backward_") for function in plain.functions] == ["delta", "dkdv", "dq_convert"]
+    assert [list(function.described) for function in plain.functions] == [
+        [],
+        ["q", "k", "v", "dout", "rows_tiles", "dq_tiles", "dk", "dv"],
+        [],
+    ]
+    assert plain.functions[1].described["dq_tiles"] == [64, 32]  # half of the columns of 64 rows, as each warpgroup adds them
+    for one, other in zip(plain.functions, grouped.functions):
+        assert one.compiled.asm["cubin"] == other.compiled.asm["cubin"]
+    assert plain.resources.binary_sha256 != grouped.resources.binary_sha256
+    mix = sass_mix(plain)
+    assert mix["HGMMA"] > 0 and mix["UTMALDG"] > 0 and mix["UTMAREDG"] > 0
+
+
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ({"block_m": 192}, "block_m is 192; it must be 64 or 128"),
+        ({"block_n": 64}, "block_n is 64; it must be 128"),
+        ({"num_warps": 4}, "num_warps is 4; it must be 8"),
+        ({"q_stages": 2}, "q_stages is 2; it must be 1"),
+        ({"split_roles": True}, "block_n is 128; it must be 64"),
+        ({"split_roles": True, "block_n": 64}, "fused and split_roles are both set"),
+    ],
+)
+def test_numbers_that_a_backward_hopper_kernel_is_not_written_for_are_refused(numbers, words):
+    with pytest.raises(BuildError, match=words):
+        build(backward_candidate(**numbers), dataclasses.replace(PROBLEM, direction="backward"), H200)
 
 
 def test_serialised_products_are_a_build_error():

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # rows        (batch * heads_q, row tiles, 2, BLOCK_M) float32: -lse / scale and -delta of each row, which a tile's accumulators of
 #             scores and of dweights start from, so that no instruction subtracts them
 # dq_sum      (batch * heads_q, row tiles, BLOCK_M * BLOCK_D_QK) float32: sums of dq, in the order in which threads hold them
-# position    how many steps a program did before one; it gives the slot, and the phase of the slot's barriers
-# parts       (first, whole_from, whole_to, end) of the blocks that a program walks: those between whole_from and whole_to are whole,
+# schedule    (programs, schedule_width, 8) int32: the number of key blocks of a program, then of each what key_block_at reads
+# position    how many row tiles a program walked before one; it gives the slot, and the phase of the slot's barriers
+# parts       (first, whole_from, whole_to, end) of the tiles or blocks that are walked: those between whole_from and whole_to are whole,
 #             the others cut, which says that some of their pairs of query and key are not visible, or do not exist
 # band        query i sees key j exactly if j - i <= band_high
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -33,6 +34,8 @@ LEAST_SCALE = tl.constexpr(1e-30)  # stands for 0, by which -lse could not be di
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Triton 3.9 gave this method of shared memory a public name, and took the other away.
+PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @builtin
@@ -116,25 +119,11 @@ def attention_backward_delta(
 
 
 @gluon.jit
-def place_of(program, heads, blocks, HEAD_GROUP: gl.constexpr):
-    """(head, block) of a program: HEAD_GROUP heads are walked together, block by block, so that causal work ends evenly."""
-    group = program // (HEAD_GROUP * blocks)
-    place = program % (HEAD_GROUP * blocks)
-    heads_here = gl.minimum(heads - group * HEAD_GROUP, HEAD_GROUP)
-    return group * HEAD_GROUP + place % heads_here, place // heads_here
-
-
-@gluon.jit
-def row_tiles_of(key_start, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Parts of the row tiles that see BLOCK_N keys."""
-    seqlen_q, seqlen_kv, band_high, band_low = sizes
-    end = gl.cdiv(seqlen_q, BLOCK_M)
-    first = gl.minimum(gl.maximum(key_start - band_high, 0) // BLOCK_M, end)
-    whole_from = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(key_start + BLOCK_N - 1 - band_high, 0), BLOCK_M), first), end)
-    whole_to = end
-    if key_start + BLOCK_N > seqlen_kv:
-        whole_from = whole_to
-    return first, whole_from, whole_to, end
+def key_block_at(schedule, index):
+    """(batch, head of K and V, first key, parts of the row tiles that see these keys)."""
+    entry = schedule + 8 * (1 + index)
+    parts = (gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6))
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), parts
 
 
 @gluon.jit
@@ -201,11 +190,17 @@ def store_halves(tile, tensor, batch, head, row_start, column, memory):
 def store_columns(tile, tensor, batch, head, row_start, column, memory):
     """The same for just as many columns."""
     COLUMNS: gl.constexpr = tensor.block_type.shape[3]
-    columns_memory = memory._reinterpret(tensor.dtype, tensor.block_type.shape, tensor.layout)
+    # Triton 3.8 wants as much memory after as before.
+    PARTS: gl.constexpr = memory.numel * memory.dtype.primitive_bitwidth // (ROWS * COLUMNS * tensor.dtype.primitive_bitwidth)
+    if PUBLIC_REINTERPRET:
+        parts_memory = memory.reinterpret(tensor.dtype, [PARTS] + tensor.block_type.shape, tensor.layout)
+    else:
+        parts_memory = memory._reinterpret(tensor.dtype, [PARTS] + tensor.block_type.shape, tensor.layout)
+    columns_memory = parts_memory.index(0)
+    tma.store_wait(0)  # the memory may still be read for an earlier store
     columns_memory.reshape([ROWS, COLUMNS]).store(tile.to(tensor.dtype))
     fence_async_shared()
     async_store(tensor, [batch, head, row_start, column], columns_memory)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -214,40 +209,42 @@ def halves(tile):
     return tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
-# ---- dk and dv: a program owns BLOCK_N keys, and walks the row tiles that see them ------------------------------------------
+# ---- dk and dv: a program owns blocks of BLOCK_N keys, one after another, and walks the row tiles that see them ---------------
 
 
 @gluon.jit
-def row_producer(q, k, v, dout, rows_tiles, memory, barriers, place, sizes, BLOCK_N: gl.constexpr):
-    """One warp that asks for the program's keys, and then for row tiles, slot by slot."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
-    batch, head_kv, heads_q, heads_per_kv, key_start = place
+def row_producer(q, k, v, dout, rows_tiles, schedule, memory, barriers, heads, sizes, BLOCK_N: gl.constexpr):
+    """One warp that asks for a block of keys, and then for its row tiles, slot by slot."""
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    heads_q, heads_per_kv = heads
     seqlen_q, seqlen_kv, band_high, band_low = sizes
     NUM_STAGES: gl.constexpr = q_memory.shape[0]
     BLOCK_M: gl.constexpr = q_memory.shape[3]
-    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // ROWS * v.block_type.nbytes)
-    async_load(k, [batch, head_kv, key_start, 0], kv_full.index(0), k_memory.index(0))
-    for part in gl.static_range(BLOCK_N // ROWS):
-        async_load(v, [batch, head_kv, key_start + part * ROWS, 0], kv_full.index(0), v_memory.index(part))
-    parts = row_tiles_of(key_start, sizes, BLOCK_M, BLOCK_N)
-    first, whole_from, whole_to, end = parts
     position = 0
-    for member in range(heads_per_kv):
-        head_q = head_kv * heads_per_kv + member
-        head_tile = (batch * heads_q + head_q) * gl.cdiv(seqlen_q, BLOCK_M)
-        for index in range(end - first):
-            tile = walked_block(index, parts)
-            slot = position % NUM_STAGES
-            free = (position // NUM_STAGES & 1) ^ 1
-            mbarrier.wait(q_empty.index(slot), free)
-            mbarrier.expect(q_full.index(slot), q.block_type.nbytes + rows_tiles.block_type.nbytes)
-            async_load(q, [batch, head_q, tile * BLOCK_M, 0], q_full.index(slot), q_memory.index(slot))
-            async_load(rows_tiles, [(head_tile + tile) * (2 * BLOCK_M)], q_full.index(slot), rows_memory.index(slot))
-            mbarrier.wait(dout_empty.index(slot), free)
-            mbarrier.expect(dout_full.index(slot), dout.block_type.nbytes)
-            async_load(dout, [batch, head_q, tile * BLOCK_M, 0], dout_full.index(slot), dout_memory.index(slot))
-            position += 1
+    for block in range(gl.load(schedule)):
+        batch, head_kv, key_start, parts = key_block_at(schedule, block)
+        first, whole_from, whole_to, end = parts
+        mbarrier.wait(kv_empty.index(0), (block & 1) ^ 1)
+        mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // ROWS * v.block_type.nbytes)
+        async_load(k, [batch, head_kv, key_start, 0], kv_full.index(0), k_memory.index(0))
+        for part in gl.static_range(BLOCK_N // ROWS):
+            async_load(v, [batch, head_kv, key_start + part * ROWS, 0], kv_full.index(0), v_memory.index(part))
+        for member in range(heads_per_kv):
+            head_q = head_kv * heads_per_kv + member
+            head_tile = (batch * heads_q + head_q) * gl.cdiv(seqlen_q, BLOCK_M)
+            for index in range(end - first):
+                tile = walked_block(index, parts)
+                slot = position % NUM_STAGES
+                free = (position // NUM_STAGES & 1) ^ 1
+                mbarrier.wait(q_empty.index(slot), free)
+                mbarrier.expect(q_full.index(slot), q.block_type.nbytes + rows_tiles.block_type.nbytes)
+                async_load(q, [batch, head_q, tile * BLOCK_M, 0], q_full.index(slot), q_memory.index(slot))
+                async_load(rows_tiles, [(head_tile + tile) * (2 * BLOCK_M)], q_full.index(slot), rows_memory.index(slot))
+                mbarrier.wait(dout_empty.index(slot), free)
+                mbarrier.expect(dout_full.index(slot), dout.block_type.nbytes)
+                async_load(dout, [batch, head_q, tile * BLOCK_M, 0], dout_full.index(slot), dout_memory.index(slot))
+                position += 1
 
 
 @gluon.jit
@@ -291,13 +288,15 @@ def row_tile_step(
 ):
     """One row tile: what it adds to dk and dv of the warpgroup's 64 keys, and the dq of the tile before it, whose dscores both warpgroups
     have handed over by now. sum_row: where that goes in dq_sum."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
     dk, dv = sums
     NUM_STAGES: gl.constexpr = q_memory.shape[0]
     BLOCK_M: gl.constexpr = q_memory.shape[3]
     slot = position % NUM_STAGES
     phase = position // NUM_STAGES & 1
+    if BLOCK_M == 128 and WARPGROUP == 1:
+        mbarrier.wait(taken.index(0), 0, pred=position == 0)
     mbarrier.wait(q_full.index(slot), phase)
     scores_start = started_with(rows_memory, slot, 0)
     dweights_start = started_with(rows_memory, slot, 1)
@@ -315,6 +314,8 @@ def row_tile_step(
         weights = hidden_as_zero(weights, keys[:, None], queries[None, :], sizes)
     dv = warpgroup_mma(as_operand(weights, dv.shape[1], q_memory.dtype), dout_tile, dv, is_async=True)
     dweights = warpgroup_mma_wait(1, deps=(dweights,))
+    if BLOCK_M == 128 and WARPGROUP == 0:  # from here on half a step ahead of the other warpgroup: one multiplies while another does not
+        mbarrier.arrive(taken.index(0), count=1, pred=position == 0)
     dscores = (weights * dweights).to(q_memory.dtype)
     operand = gl.convert_layout(dscores, gl.DotOperandLayout(0, product_layout(dk.shape[1]), 2))
     HANDS: gl.constexpr = exchange.shape[0]
@@ -331,7 +332,7 @@ def row_tile_step(
     dk = warpgroup_mma(operand, q_tile, dk, is_async=True)
     dv, dq = warpgroup_mma_wait(1, deps=(dv, dq))
     mbarrier.arrive(dout_empty.index(slot), count=1)
-    add_to_sum(dq, dq_tiles, sum_row, dq_memory.index(WARPGROUP), WARPGROUP)
+    add_to_sum(dq, dq_tiles, sum_row, out_memory.index(WARPGROUP), WARPGROUP)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     mbarrier.arrive(q_empty.index(slot), count=1)
     return dk, dv
@@ -378,55 +379,56 @@ def key_consumer(
     beyond,
     dk_out,
     dv_out,
+    schedule,
     memory,
     barriers,
-    place,
+    heads,
     sizes,
     scale,
     factor,
     WARPGROUP: gl.constexpr,
-    BLOCK_N: gl.constexpr,
     BLOCK_D_QK: gl.constexpr,
     BLOCK_D_V: gl.constexpr,
 ):
     """A warpgroup with 64 keys of its own. beyond: a row behind dq_sum, where TMA adds nothing."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
-    batch, head_kv, heads_q, heads_per_kv, key_start = place
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    heads_q, heads_per_kv = heads
     seqlen_q, seqlen_kv, band_high, band_low = sizes
     BLOCK_M: gl.constexpr = q_memory.shape[3]
-    parts = row_tiles_of(key_start, sizes, BLOCK_M, BLOCK_N)
-    first, whole_from, whole_to, end = parts
-    dk = gl.zeros([ROWS, BLOCK_D_QK], gl.float32, product_layout(BLOCK_D_QK))
-    dv = gl.zeros([ROWS, BLOCK_D_V], gl.float32, product_layout(BLOCK_D_V))
-    sums = (dk, dv)
-    mbarrier.wait(kv_full.index(0), 0)
-    position = 0
+    HANDS: gl.constexpr = exchange.shape[0]
     TILE_ROWS: gl.constexpr = BLOCK_M * BLOCK_D_QK // 32
-    sum_row = beyond
-    for member in range(heads_per_kv):
-        head_tile = (batch * heads_q + head_kv * heads_per_kv + member) * gl.cdiv(seqlen_q, BLOCK_M)
-        for index in range(cut_count(parts)):
-            tile = cut_block(index, parts)
-            sums = row_tile_step(position, tile, dq_tiles, sum_row, sums, memory, barriers, key_start, sizes, factor, WARPGROUP, True)
-            sum_row = (head_tile + tile) * TILE_ROWS
-            position += 1
-        for tile in range(whole_from, whole_to):
-            sums = row_tile_step(position, tile, dq_tiles, sum_row, sums, memory, barriers, key_start, sizes, factor, WARPGROUP, False)
-            sum_row = (head_tile + tile) * TILE_ROWS
-            position += 1
-    dk, dv = sums
-    if position > 0:
-        HANDS: gl.constexpr = exchange.shape[0]
-        last = (position - 1) % HANDS
-        mbarrier.wait(handed.index(last), (position - 1) // HANDS & 1)
-        dq = issue_dq(exchange, last, k_memory, WARPGROUP, BLOCK_M)
-        dq = warpgroup_mma_wait(0, deps=(dq,))
-        add_to_sum(dq, dq_tiles, sum_row, dq_memory.index(WARPGROUP), WARPGROUP)
-    # The warpgroup's own part of V, which no other reads, is done with.
-    own = v_memory.index(WARPGROUP)
-    store_rows(dv, dv_out, batch, head_kv, key_start + WARPGROUP * ROWS, own)
-    store_rows(dk * scale, dk_out, batch, head_kv, key_start + WARPGROUP * ROWS, own)
+    position = 0
+    for block in range(gl.load(schedule)):
+        batch, head_kv, key_start, parts = key_block_at(schedule, block)
+        first, whole_from, whole_to, end = parts
+        dk = gl.zeros([ROWS, BLOCK_D_QK], gl.float32, product_layout(BLOCK_D_QK))
+        dv = gl.zeros([ROWS, BLOCK_D_V], gl.float32, product_layout(BLOCK_D_V))
+        sums = (dk, dv)
+        mbarrier.wait(kv_full.index(0), block & 1)
+        sum_row = beyond
+        for member in range(heads_per_kv):
+            head_tile = (batch * heads_q + head_kv * heads_per_kv + member) * gl.cdiv(seqlen_q, BLOCK_M)
+            for index in range(cut_count(parts)):
+                tile = cut_block(index, parts)
+                sums = row_tile_step(position, tile, dq_tiles, sum_row, sums, memory, barriers, key_start, sizes, factor, WARPGROUP, True)
+                sum_row = (head_tile + tile) * TILE_ROWS
+                position += 1
+            for tile in range(whole_from, whole_to):
+                sums = row_tile_step(position, tile, dq_tiles, sum_row, sums, memory, barriers, key_start, sizes, factor, WARPGROUP, False)
+                sum_row = (head_tile + tile) * TILE_ROWS
+                position += 1
+        dk, dv = sums
+        if end > first:
+            last = (position - 1) % HANDS
+            mbarrier.wait(handed.index(last), (position - 1) // HANDS & 1)
+            dq = issue_dq(exchange, last, k_memory, WARPGROUP, BLOCK_M)
+            dq = warpgroup_mma_wait(0, deps=(dq,))
+            add_to_sum(dq, dq_tiles, sum_row, out_memory.index(WARPGROUP), WARPGROUP)
+        mbarrier.arrive(kv_empty.index(0), count=1)
+        store_rows(dv, dv_out, batch, head_kv, key_start + WARPGROUP * ROWS, out_memory.index(WARPGROUP))
+        store_rows(dk * scale, dk_out, batch, head_kv, key_start + WARPGROUP * ROWS, out_memory.index(WARPGROUP))
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -440,7 +442,8 @@ def attention_backward_dkdv(
     dq_beyond,
     dk,
     dv,
-    num_heads,
+    schedule,
+    schedule_width,
     heads_q,
     heads_per_kv,
     seqlen_q,
@@ -450,7 +453,6 @@ def attention_backward_dkdv(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
-    HEAD_GROUP: gl.constexpr,
 ):
     """dv = weights^T dout and dk = scale * dscores^T q, summed over the query heads that read the same key and value head."""
     BLOCK_D_QK: gl.constexpr = k.block_type.shape[3]
@@ -463,29 +465,28 @@ def attention_backward_dkdv(
     HANDS: gl.constexpr = 3 if BLOCK_M == 128 else 4
     EXCHANGED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], q.dtype)
     exchange = gl.allocate_shared_memory(q.dtype, [HANDS, BLOCK_N, BLOCK_M], EXCHANGED)
-    dq_memory = gl.allocate_shared_memory(gl.float32, [2] + dq_tiles.block_type.shape, dq_tiles.layout)
+    out_memory = gl.allocate_shared_memory(gl.float32, [2] + dq_tiles.block_type.shape, dq_tiles.layout)
     handed = new_barriers(HANDS, 2)
-    taken = handed  # not used
+    taken = new_barriers(1, 1)
     kv_full = new_barriers(1, 1)
+    kv_empty = new_barriers(1, 2)
     q_full = new_barriers(NUM_STAGES, 1)
     q_empty = new_barriers(NUM_STAGES, 2)
     dout_full = new_barriers(NUM_STAGES, 1)
     dout_empty = new_barriers(NUM_STAGES, 2)
-    memory = (q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory)
-    barriers = (kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken)
+    memory = (q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory)
+    barriers = (kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken)
     fence_async_shared()
     sizes = (seqlen_q, seqlen_kv, band_high, 0)
-    # The first keys are seen by most queries: begun first, they do not end last.
-    heads_kv = heads_q // heads_per_kv
-    head, key_block = place_of(gl.program_id(0), num_heads // heads_per_kv, gl.cdiv(seqlen_kv, BLOCK_N), HEAD_GROUP)
-    place = (head // heads_kv, head % heads_kv, heads_q, heads_per_kv, key_block * BLOCK_N)
+    own = schedule + gl.program_id(0) * schedule_width * 8
+    heads = (heads_q, heads_per_kv)
     factor = gl.where(gl.abs(scale) < 1e-30, 1e-30, scale) * LOG2_E  # as in rows
     # The first entry runs on the kernel's own four warps, the second on four more, and the producer on one.
     gl.warp_specialize(
         [
-            (key_consumer, (dq_tiles, dq_beyond, dk, dv, memory, barriers, place, sizes, scale, factor, 0, BLOCK_N, BLOCK_D_QK, BLOCK_D_V)),
-            (key_consumer, (dq_tiles, dq_beyond, dk, dv, memory, barriers, place, sizes, scale, factor, 1, BLOCK_N, BLOCK_D_QK, BLOCK_D_V)),
-            (row_producer, (q, k, v, dout, rows_tiles, memory, barriers, place, sizes, BLOCK_N)),
+            (key_consumer, (dq_tiles, dq_beyond, dk, dv, own, memory, barriers, heads, sizes, scale, factor, 0, BLOCK_D_QK, BLOCK_D_V)),
+            (key_consumer, (dq_tiles, dq_beyond, dk, dv, own, memory, barriers, heads, sizes, scale, factor, 1, BLOCK_D_QK, BLOCK_D_V)),
+            (row_producer, (q, k, v, dout, rows_tiles, own, memory, barriers, heads, sizes, BLOCK_N)),
         ],
         [4, 1],
         [240, 24],

@@ -19,8 +19,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # row tile    BLOCK_M queries of one head
 # rows        (batch * heads_q, row tiles, 2, BLOCK_M) float32: -lse / scale and -delta of each row, which a tile's accumulators of
 #             scores and of dweights start from, so that no instruction subtracts them
-# position    how many steps a program did before one; it gives the slot, and the phase of the slot's barriers
-# parts       (first, whole_from, whole_to, end) of the blocks that a program walks: those between whole_from and whole_to are whole,
+# schedule    (programs, schedule_width, 8) int32: the number of key blocks of a program, then of each what key_block_at reads
+# position    how many row tiles a program walked before one; it gives the slot, and the phase of the slot's barriers
+# parts       (first, whole_from, whole_to, end) of the tiles or blocks that are walked: those between whole_from and whole_to are whole,
 #             the others cut, which says that some of their pairs of query and key are not visible, or do not exist
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a warpgroup's product
@@ -30,6 +31,8 @@ K_SLOTS = gl.constexpr(2)  # of the loop of dq
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 async_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+# Triton 3.9 gave this method of shared memory a public name, and took the other away.
+PUBLIC_REINTERPRET = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 
 @gluon.constexpr_function
@@ -103,25 +106,20 @@ def attention_backward_delta(
 
 
 @gluon.jit
+def key_block_at(schedule, index):
+    """(batch, head of K and V, first key, parts of the row tiles that see these keys)."""
+    entry = schedule + 8 * (1 + index)
+    parts = (gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5), gl.load(entry + 6))
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), parts
+
+
+@gluon.jit
 def place_of(program, heads, blocks, HEAD_GROUP: gl.constexpr):
     """(head, block) of a program: HEAD_GROUP heads are walked together, block by block, so that causal work ends evenly."""
     group = program // (HEAD_GROUP * blocks)
     place = program % (HEAD_GROUP * blocks)
     heads_here = gl.minimum(heads - group * HEAD_GROUP, HEAD_GROUP)
     return group * HEAD_GROUP + place % heads_here, place // heads_here
-
-
-@gluon.jit
-def row_tiles_of(key_start, sizes, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Parts of the row tiles that see BLOCK_N keys."""
-    seqlen_q, seqlen_kv, band_high, band_low = sizes
-    end = gl.cdiv(seqlen_q, BLOCK_M)
-    first = 0
-    whole_from = 0
-    whole_to = end
-    if key_start + BLOCK_N > seqlen_kv:
-        whole_from = whole_to
-    return first, whole_from, whole_to, end
 
 
 @gluon.jit
@@ -199,11 +197,17 @@ def store_halves(tile, tensor, batch, head, row_start, column, memory):
 def store_columns(tile, tensor, batch, head, row_start, column, memory):
     """The same for just as many columns."""
     COLUMNS: gl.constexpr = tensor.block_type.shape[3]
-    columns_memory = memory._reinterpret(tensor.dtype, tensor.block_type.shape, tensor.layout)
+    # Triton 3.8 wants as much memory after as before.
+    PARTS: gl.constexpr = memory.numel * memory.dtype.primitive_bitwidth // (ROWS * COLUMNS * tensor.dtype.primitive_bitwidth)
+    if PUBLIC_REINTERPRET:
+        parts_memory = memory.reinterpret(tensor.dtype, [PARTS] + tensor.block_type.shape, tensor.layout)
+    else:
+        parts_memory = memory._reinterpret(tensor.dtype, [PARTS] + tensor.block_type.shape, tensor.layout)
+    columns_memory = parts_memory.index(0)
+    tma.store_wait(0)  # the memory may still be read for an earlier store
     columns_memory.reshape([ROWS, COLUMNS]).store(tile.to(tensor.dtype))
     fence_async_shared()
     async_store(tensor, [batch, head, row_start, column], columns_memory)
-    tma.store_wait(0)
 
 
 @gluon.jit
@@ -212,40 +216,42 @@ def halves(tile):
     return tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
-# ---- dk and dv: a program owns BLOCK_N keys, and walks the row tiles that see them ------------------------------------------
+# ---- dk and dv: a program owns blocks of BLOCK_N keys, one after another, and walks the row tiles that see them ---------------
 
 
 @gluon.jit
-def row_producer(q, k, v, dout, rows_tiles, memory, barriers, place, sizes, BLOCK_N: gl.constexpr):
-    """One warp that asks for the program's keys, and then for row tiles, slot by slot."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
-    batch, head_kv, heads_q, heads_per_kv, key_start = place
+def row_producer(q, k, v, dout, rows_tiles, schedule, memory, barriers, heads, sizes, BLOCK_N: gl.constexpr):
+    """One warp that asks for a block of keys, and then for its row tiles, slot by slot."""
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    heads_q, heads_per_kv = heads
     seqlen_q, seqlen_kv, band_high, band_low = sizes
     NUM_STAGES: gl.constexpr = q_memory.shape[0]
     BLOCK_M: gl.constexpr = q_memory.shape[3]
-    mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // ROWS * v.block_type.nbytes)
-    async_load(k, [batch, head_kv, key_start, 0], kv_full.index(0), k_memory.index(0))
-    for part in gl.static_range(BLOCK_N // ROWS):
-        async_load(v, [batch, head_kv, key_start + part * ROWS, 0], kv_full.index(0), v_memory.index(part))
-    parts = row_tiles_of(key_start, sizes, BLOCK_M, BLOCK_N)
-    first, whole_from, whole_to, end = parts
     position = 0
-    for member in range(heads_per_kv):
-        head_q = head_kv * heads_per_kv + member
-        head_tile = (batch * heads_q + head_q) * gl.cdiv(seqlen_q, BLOCK_M)
-        for index in range(end - first):
-            tile = walked_block(index, parts)
-            slot = position % NUM_STAGES
-            free = (position // NUM_STAGES & 1) ^ 1
-            mbarrier.wait(q_empty.index(slot), free)
-            mbarrier.expect(q_full.index(slot), q.block_type.nbytes + rows_tiles.block_type.nbytes)
-            async_load(q, [batch, head_q, tile * BLOCK_M, 0], q_full.index(slot), q_memory.index(slot))
-            async_load(rows_tiles, [(head_tile + tile) * (2 * BLOCK_M)], q_full.index(slot), rows_memory.index(slot))
-            mbarrier.wait(dout_empty.index(slot), free)
-            mbarrier.expect(dout_full.index(slot), dout.block_type.nbytes)
-            async_load(dout, [batch, head_q, tile * BLOCK_M, 0], dout_full.index(slot), dout_memory.index(slot))
-            position += 1
+    for block in range(gl.load(schedule)):
+        batch, head_kv, key_start, parts = key_block_at(schedule, block)
+        first, whole_from, whole_to, end = parts
+        mbarrier.wait(kv_empty.index(0), (block & 1) ^ 1)
+        mbarrier.expect(kv_full.index(0), k.block_type.nbytes + BLOCK_N // ROWS * v.block_type.nbytes)
+        async_load(k, [batch, head_kv, key_start, 0], kv_full.index(0), k_memory.index(0))
+        for part in gl.static_range(BLOCK_N // ROWS):
+            async_load(v, [batch, head_kv, key_start + part * ROWS, 0], kv_full.index(0), v_memory.index(part))
+        for member in range(heads_per_kv):
+            head_q = head_kv * heads_per_kv + member
+            head_tile = (batch * heads_q + head_q) * gl.cdiv(seqlen_q, BLOCK_M)
+            for index in range(end - first):
+                tile = walked_block(index, parts)
+                slot = position % NUM_STAGES
+                free = (position // NUM_STAGES & 1) ^ 1
+                mbarrier.wait(q_empty.index(slot), free)
+                mbarrier.expect(q_full.index(slot), q.block_type.nbytes + rows_tiles.block_type.nbytes)
+                async_load(q, [batch, head_q, tile * BLOCK_M, 0], q_full.index(slot), q_memory.index(slot))
+                async_load(rows_tiles, [(head_tile + tile) * (2 * BLOCK_M)], q_full.index(slot), rows_memory.index(slot))
+                mbarrier.wait(dout_empty.index(slot), free)
+                mbarrier.expect(dout_full.index(slot), dout.block_type.nbytes)
+                async_load(dout, [batch, head_q, tile * BLOCK_M, 0], dout_full.index(slot), dout_memory.index(slot))
+                position += 1
 
 
 @gluon.jit
@@ -275,8 +281,8 @@ def stays(slot):
 @gluon.jit
 def weights_step(position, tile, dv, memory, barriers, key_start, sizes, factor, CUT: gl.constexpr):
     """One row tile: its weights, which the other warpgroup gets too, and what they add to dv."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
     NUM_STAGES: gl.constexpr = q_memory.shape[0]
     BLOCK_M: gl.constexpr = q_memory.shape[3]
     SLOTS: gl.constexpr = exchange.shape[0]
@@ -306,8 +312,8 @@ def weights_step(position, tile, dv, memory, barriers, key_start, sizes, factor,
 @gluon.jit
 def dscores_step(position, dk, memory, barriers):
     """One row tile: its dweights and, with the weights of the other warpgroup, what its dscores add to dk."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
     NUM_STAGES: gl.constexpr = q_memory.shape[0]
     BLOCK_M: gl.constexpr = q_memory.shape[3]
     SLOTS: gl.constexpr = exchange.shape[0]
@@ -331,38 +337,47 @@ def dscores_step(position, dk, memory, barriers):
 
 
 @gluon.jit
-def weights_consumer(dv_out, memory, barriers, place, sizes, factor, BLOCK_D: gl.constexpr):
+def weights_consumer(dv_out, schedule, memory, barriers, heads, sizes, factor, BLOCK_D: gl.constexpr):
     """The warpgroup that sums dv."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
-    batch, head_kv, heads_q, heads_per_kv, key_start = place
-    parts = row_tiles_of(key_start, sizes, q_memory.shape[3], ROWS)
-    first, whole_from, whole_to, end = parts
-    dv = gl.zeros([ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
-    mbarrier.wait(kv_full.index(0), 0)
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    heads_q, heads_per_kv = heads
     position = 0
-    for member in range(heads_per_kv):
-        for index in range(cut_count(parts)):
-            dv = weights_step(position, cut_block(index, parts), dv, memory, barriers, key_start, sizes, factor, True)
-            position += 1
-        for tile in range(whole_from, whole_to):
-            dv = weights_step(position, tile, dv, memory, barriers, key_start, sizes, factor, False)
-            position += 1
-    store_rows(dv, dv_out, batch, head_kv, key_start, k_memory.index(0))  # K, which only this warpgroup reads, is done with
+    for block in range(gl.load(schedule)):
+        batch, head_kv, key_start, parts = key_block_at(schedule, block)
+        first, whole_from, whole_to, end = parts
+        dv = gl.zeros([ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
+        mbarrier.wait(kv_full.index(0), block & 1)
+        for member in range(heads_per_kv):
+            for index in range(cut_count(parts)):
+                dv = weights_step(position, cut_block(index, parts), dv, memory, barriers, key_start, sizes, factor, True)
+                position += 1
+            for tile in range(whole_from, whole_to):
+                dv = weights_step(position, tile, dv, memory, barriers, key_start, sizes, factor, False)
+                position += 1
+        store_rows(dv, dv_out, batch, head_kv, key_start, k_memory.index(0))  # K, which only this warpgroup reads, is done with
+        tma.store_wait(0)
+        mbarrier.arrive(kv_empty.index(0), count=1)
 
 
 @gluon.jit
-def dscores_consumer(dk_out, memory, barriers, place, sizes, scale, BLOCK_D: gl.constexpr):
+def dscores_consumer(dk_out, schedule, memory, barriers, heads, scale, BLOCK_D: gl.constexpr):
     """The warpgroup that sums dk."""
-    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory = memory
-    kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
-    batch, head_kv, heads_q, heads_per_kv, key_start = place
-    first, whole_from, whole_to, end = row_tiles_of(key_start, sizes, q_memory.shape[3], ROWS)
-    dk = gl.zeros([ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
-    mbarrier.wait(kv_full.index(0), 0)
-    for position in range(heads_per_kv * (end - first)):
-        dk = dscores_step(position, dk, memory, barriers)
-    store_rows(dk * scale, dk_out, batch, head_kv, key_start, v_memory.index(0))  # V, which only this warpgroup reads, is done with
+    q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory = memory
+    kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken = barriers
+    heads_q, heads_per_kv = heads
+    position = 0
+    for block in range(gl.load(schedule)):
+        batch, head_kv, key_start, parts = key_block_at(schedule, block)
+        first, whole_from, whole_to, end = parts
+        dk = gl.zeros([ROWS, BLOCK_D], gl.float32, product_layout(BLOCK_D))
+        mbarrier.wait(kv_full.index(0), block & 1)
+        for index in range(heads_per_kv * (end - first)):
+            dk = dscores_step(position, dk, memory, barriers)
+            position += 1
+        store_rows(dk * scale, dk_out, batch, head_kv, key_start, v_memory.index(0))  # V, which only this warpgroup reads, is done with
+        tma.store_wait(0)
+        mbarrier.arrive(kv_empty.index(0), count=1)
 
 
 @gluon.jit
@@ -391,7 +406,8 @@ def attention_backward_dkdv(
     rows_tiles,
     dk,
     dv,
-    num_heads,
+    schedule,
+    schedule_width,
     heads_q,
     heads_per_kv,
     seqlen_q,
@@ -400,7 +416,6 @@ def attention_backward_dkdv(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     NUM_STAGES: gl.constexpr,
-    HEAD_GROUP: gl.constexpr,
 ):
     """dv = weights^T dout and dk = scale * dscores^T q, summed over the query heads that read the same key and value head."""
     BLOCK_D_QK: gl.constexpr = k.block_type.shape[3]
@@ -412,29 +427,28 @@ def attention_backward_dkdv(
     rows_memory = gl.allocate_shared_memory(gl.float32, [NUM_STAGES] + rows_tiles.block_type.shape, rows_tiles.layout)
     HANDS: gl.constexpr = 2
     exchange = gl.allocate_shared_memory(gl.float32, [HANDS, BLOCK_M * 2, 32], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    dq_memory = exchange  # not used
+    out_memory = exchange  # not used
     handed = new_barriers(HANDS, 1)
     taken = new_barriers(HANDS, 1)
     kv_full = new_barriers(1, 1)
+    kv_empty = new_barriers(1, 2)
     q_full = new_barriers(NUM_STAGES, 1)
     q_empty = new_barriers(NUM_STAGES, 2)
     dout_full = new_barriers(NUM_STAGES, 1)
     dout_empty = new_barriers(NUM_STAGES, 2)
-    memory = (q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, dq_memory)
-    barriers = (kv_full, q_full, q_empty, dout_full, dout_empty, handed, taken)
+    memory = (q_memory, k_memory, v_memory, dout_memory, rows_memory, exchange, out_memory)
+    barriers = (kv_full, kv_empty, q_full, q_empty, dout_full, dout_empty, handed, taken)
     fence_async_shared()
     sizes = (seqlen_q, seqlen_kv, 0, 0)
-    # The first keys are seen by most queries: begun first, they do not end last.
-    heads_kv = heads_q // heads_per_kv
-    head, key_block = place_of(gl.program_id(0), num_heads // heads_per_kv, gl.cdiv(seqlen_kv, BLOCK_N), HEAD_GROUP)
-    place = (head // heads_kv, head % heads_kv, heads_q, heads_per_kv, key_block * BLOCK_N)
+    own = schedule + gl.program_id(0) * schedule_width * 8
+    heads = (heads_q, heads_per_kv)
     factor = gl.where(gl.abs(scale) < 1e-30, 1e-30, scale) * LOG2_E  # as in rows
     # The first entry runs on the kernel's own four warps, the second on four more, and the producer on one.
     gl.warp_specialize(
         [
-            (weights_consumer, (dv, memory, barriers, place, sizes, factor, BLOCK_D_V)),
-            (dscores_consumer, (dk, memory, barriers, place, sizes, scale, BLOCK_D_QK)),
-            (row_producer, (q, k, v, dout, rows_tiles, memory, barriers, place, sizes, BLOCK_N)),
+            (weights_consumer, (dv, own, memory, barriers, heads, sizes, factor, BLOCK_D_V)),
+            (dscores_consumer, (dk, own, memory, barriers, heads, scale, BLOCK_D_QK)),
+            (row_producer, (q, k, v, dout, rows_tiles, own, memory, barriers, heads, sizes, BLOCK_N)),
         ],
         [4, 1],
         [240, 24],
