@@ -31,7 +31,7 @@ def demo(
     small in Triton's interpreter.
     """
     from flashgen.cli.progress import Live
-    from flashgen.report.page import write
+    from flashgen.report.files import write
     from flashgen.report.tables import NOTHING_MEASURED, terminal
     from flashgen.search import Budget, Session
 

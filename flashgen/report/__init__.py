@@ -1,11 +1,18 @@
-"""Reports made from records: tables in the terminal, and one HTML page.
+"""Reports made from records: tables in the terminal; HTML, Markdown and JSON as files.
 
-units    numbers as people read them
-braille  a line plot in the terminal
-layer    the paper's model as a table and a plot
-summary  what the rows of one problem come to; the numbers under both reports
-tables   the report in the terminal
-page     the report as HTML
+units       numbers as people read them
+braille     a line plot in the terminal
+layer       the paper's model as a table and a plot
+limits      why a kernel is not faster
+knobs       how much each knob matters
+commands    what reproduces a row
+summary     what the rows of one problem come to; the numbers under all reports
+comparison  two sets of rows side by side
+tables      the report in the terminal
+data        the report as JSON
+markdown    the report as Markdown
+page        the report as HTML
+files       the last three as files
 """
 
 from typing import TYPE_CHECKING, Any

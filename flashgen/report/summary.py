@@ -11,11 +11,13 @@ from flashgen.database import ranking
 from flashgen.device import Device
 from flashgen.problem import DIRECTIONS, Problem
 from flashgen.record import Record, Status
+from flashgen.report.knobs import Importance, importances
+from flashgen.report.limits import NAMES, Lift, Limit, lift_of, limit_of
 from flashgen.report.units import tflops
 
-# Predicted and skipped rows are no failures; a peer that does not apply is not a row at all.
+# Predicted and skipped rows are no failures, counted rows no trials; a peer that does not apply is not a row at all.
 UNTRIED = (Status.PREDICTED, Status.SKIPPED)
-FAILURES = tuple(status for status in Status if status not in (Status.OK, *UNTRIED))
+FAILURES = tuple(status for status in Status if status not in (Status.OK, Status.COUNTED, *UNTRIED))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +40,7 @@ class Summary:
     default    the hand-picked candidate's row.
     peers      of each other implementation the measurement nearest in time to the winner's, fastest first: clocks differ from one
                run to the next, and only what ran together compares.
+    counted    the newest row of the winner's candidate that ran under a profiler with a cold cache, else with any; None without one.
     """
 
     problem: Problem
@@ -47,6 +50,7 @@ class Summary:
     favourite: Record | None
     default: Record | None
     peers: tuple[Record, ...]
+    counted: Record | None = None
 
     @property
     def measured(self) -> list[Record]:
@@ -81,8 +85,36 @@ class Summary:
 
     @cached_property
     def excluded(self) -> dict[str, int]:
-        """How many candidates each constraint of the space rules out before any trial, most first; takes a second or two."""
+        """How many candidates each constraint of the space rules out before any trial, most first."""
         return dict(sorted(space.rejected(self.problem, self.device).items(), key=lambda item: -item[1]))
+
+    @cached_property
+    def limit(self) -> Limit | None:
+        """What holds the winner back, by the cost model."""
+        return None if self.winner is None else limit_of(self.winner)
+
+    @cached_property
+    def lift(self) -> Lift | None:
+        """The nearest candidate that the winner's bound would not hold; None where the model knows of none."""
+        return None if self.winner is None else lift_of(self.winner, {row.candidate: row for row in self.trials if row.candidate})
+
+    @property
+    def why_not_faster(self) -> str:
+        """Limit and lift as sentences; empty without a winner."""
+        if self.winner is None or self.limit is None:
+            return ""
+        text = f"Held by {self.limit}."
+        if self.lift is None:
+            return f"{text} By the model none of the legal candidates would lift that."
+        took = f"{self.lift.slowdown:.2f}x the time by the model"
+        if self.lift.measured is not None:
+            took += f" and {time_us(self.lift.measured) / time_us(self.winner):.2f}x measured"
+        return f"{text} Nearest candidate that would lift it: {label(self.lift.candidate)}; {took}, held by {NAMES[self.lift.bound]}."
+
+    @cached_property
+    def importances(self) -> list[Importance]:
+        """How much of the measured times each knob explains."""
+        return importances(self.measured)
 
     def tflops(self, record: Record) -> float:
         """TFLOP/s of a measured row, counting what the mask leaves."""
@@ -103,7 +135,8 @@ def summarize(records: Iterable[Record]) -> list[Summary]:
     """One Summary for each problem and device among the rows, in a fixed order."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        groups.setdefault((record.device.key, record.problem.key), []).append(record)
+        if record.measurement.status is not Status.COUNTED:  # no trials
+            groups.setdefault((record.device.key, record.problem.key), []).append(record)
     return sorted((_summary(group) for group in groups.values()), key=_order)
 
 
@@ -176,7 +209,7 @@ def _summary(records: list[Record]) -> Summary:
     in_order = sorted(records, key=lambda record: record.provenance.utc)
     trials: dict[Candidate, Record] = {}
     for record in in_order:
-        if record.candidate is not None:
+        if record.candidate is not None and record.measurement.status is not Status.COUNTED:
             known = trials.setdefault(record.candidate, record)
             if record.measurement.status not in UNTRIED or known.measurement.status in UNTRIED:
                 trials[record.candidate] = record
@@ -197,7 +230,14 @@ def _summary(records: list[Record]) -> Summary:
         favourite=min(estimated, key=lambda pair: pair[0])[1] if estimated else None,
         default=default if default is not None and default.is_winner_material else None,
         peers=tuple(sorted(peers.values(), key=time_us)),
+        counted=_counted(in_order, winner),
     )
+
+
+def _counted(in_order: Sequence[Record], winner: Record | None) -> Record | None:
+    rows = [record for record in in_order if record.measurement.counters and winner and record.candidate == winner.candidate]
+    cold = [record for record in rows if record.measurement.counters and record.measurement.counters.cache == "cold"]
+    return next(reversed(cold or rows), None)
 
 
 def _seconds_apart(first: Record, second: Record) -> float:

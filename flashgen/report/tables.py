@@ -7,7 +7,10 @@ from rich.table import Table
 from rich.text import Text
 
 from flashgen import space, theory
+from flashgen.database.ranking import TIE
 from flashgen.record import Record, Resources
+from flashgen.report.comparison import Change, Comparison
+from flashgen.report.limits import NAMES
 from flashgen.report.summary import Summary, describe, peer_name, summarize, time_us
 from flashgen.report.units import quantity, tflops, times
 
@@ -26,12 +29,16 @@ def terminal(records: Iterable[Record], console: Console, *, warn: bool = True) 
         console.print(f"[bold]{summary.problem}[/] on [bold]{summary.device.name}[/]", highlight=False)
         if not summary.is_predicted_only:
             console.print(comparison(summary))
+            if summary.why_not_faster:
+                console.print(Text.assemble(("Why not faster? ", "bold"), summary.why_not_faster))
         console.print(favourites(summary))
         console.print(tally(summary), highlight=False)
         if summary.excluded:
             console.print(
                 "Outside the legal space, never tried: " + ", ".join(f"{count} {name}" for name, count in summary.excluded.items())
             )
+        if summary.importances:
+            console.print(importances(summary), highlight=False)
         if summary.failures:
             console.print(failures(summary))
 
@@ -41,13 +48,14 @@ def overview(summaries: Sequence[Summary]) -> Table:
     table = _table("device", "problem", "winner")
     for name in ("TFLOP/s", "of roofline", "x default", "x best peer"):
         table.add_column(name, justify="right")
-    table.add_column("best peer")
+    for name in ("best peer", "held by"):
+        table.add_column(name)
     for summary in summaries:
         winner, peer = summary.winner, next(iter(summary.peers), None)
         if winner is None:
             favourite = summary.favourite
             text = "" if favourite is None else f"predicted only: {describe(favourite)}"
-            table.add_row(summary.device.name, str(summary.problem), text, "", "", "", "", "")
+            table.add_row(summary.device.name, str(summary.problem), text, "", "", "", "", "", "")
             continue
         table.add_row(
             summary.device.name,
@@ -58,8 +66,34 @@ def overview(summaries: Sequence[Summary]) -> Table:
             times(time_us(summary.default) / time_us(winner)) if summary.default else "",
             times(time_us(peer) / time_us(winner)) if peer else "",
             peer_name(peer) if peer else "",
+            f"{NAMES[summary.limit.bound]} {summary.limit.share:.0%}" if summary.limit else "",
         )
     return table
+
+
+def changes(comparison: Comparison) -> Table:
+    """Both sides' winners, a row a problem."""
+    table = _table("problem")
+    for name in (comparison.before, comparison.after, "as fast", "peers"):
+        table.add_column(name, justify="right")
+    table.add_column("winner", overflow="fold")
+    for change in comparison.changes:
+        style = "green" if change.speedup > 1 + TIE else "red" if change.speedup < 1 / (1 + TIE) else None
+        table.add_row(*(Text(cell) for cell in change_cells(change)), style=style)
+    return table
+
+
+def change_cells(change: Change) -> list[str]:
+    """Problem, time before and after, how many times as fast, the same of peers, and what won."""
+    before, after = change.winners
+    return [
+        str(change.after.problem),
+        quantity(time_us(before) * 1e-6, "s"),
+        quantity(time_us(after) * 1e-6, "s"),
+        f"{change.speedup:.3f}x",
+        "" if change.peers_speedup is None else f"{change.peers_speedup:.3f}x",
+        "the same" if change.is_same_candidate else f"{describe(before)} → {describe(after)}",
+    ]
 
 
 def winners_table(records: Sequence[Record]) -> Table:
@@ -143,6 +177,12 @@ def tally(summary: Summary) -> str:
     text = f"{len(summary.trials)} trials: " + ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in counts.items())
     correlation = summary.rank_correlation
     return text if correlation is None else f"{text}. Rank correlation of predicted and measured: {correlation:.2f} (Spearman)."
+
+
+def importances(summary: Summary) -> str:
+    """How much of the measured times knobs explain, one by one."""
+    words = [f"{each.name} {each.share:.0%} (best {each.best})" for each in summary.importances[:TOP]]
+    return "Share of the variance of log time that a knob explains alone: " + ", ".join(words) + "."
 
 
 def _by_estimate(summary: Summary) -> list[Record]:

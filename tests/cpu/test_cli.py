@@ -383,7 +383,7 @@ def test_report(filled: Path, tmp_path: Path) -> None:
     assert code == 0
     assert "SDPA cudnn" in out
     assert page.read_text().startswith("<!DOCTYPE html>")
-    assert [problem["predicted_only"] for problem in answer("report")] == [True, False]
+    assert [problem["predicted_only"] for problem in answer("report")["problems"]] == [True, False]
 
 
 def test_report_to_a_place_that_cannot_be_written(filled: Path, tmp_path: Path) -> None:

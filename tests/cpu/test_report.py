@@ -19,8 +19,9 @@ from flashgen import report, space
 from flashgen.candidate import Candidate, Config
 from flashgen.database import Database
 from flashgen.record import Status
-from flashgen.report import page
+from flashgen.report import files, page
 from flashgen.report.braille import Plot
+from flashgen.report.data import data_of
 from flashgen.report.summary import label, rank_correlation, summarize
 from flashgen.report.units import quantity, times
 from tests.cpu import rows
@@ -65,7 +66,7 @@ class Page(HTMLParser):
     @property
     def data(self) -> list[dict[str, Any]]:
         (text,) = (text for attributes, text in self.scripts if attributes.get("type") == "application/json")
-        return json.loads(text)  # type: ignore[no-any-return]
+        return json.loads(text)["problems"]  # type: ignore[no-any-return]
 
 
 # ---- units -----------------------------------------------------------------------------------------------------------
@@ -293,10 +294,10 @@ def test_page_is_self_contained() -> None:
     """One document: no address to load from, plotly.js once, the rows once, light and dark, fit for a phone."""
     text = report.html(rows.search(40))
     parsed = Page(text)
-    assert not [link for link in parsed.links if not link.startswith("#")]
+    assert parsed.links and not [link for link in parsed.links if not link.startswith("#")]
     assert not {"link", "img", "iframe", "base"} & set(parsed.tags)
     assert "@import" not in text.split("<script", 1)[0]
-    assert len(parsed.scripts) == 3
+    assert [attributes.get("type") for attributes, _ in parsed.scripts] == ["application/json", "text/plain", None]
     assert len(re.findall(r"plotly\.js v\d", text)) == 1
     assert len(parsed.data) == 1
     assert text.count(json.dumps(parsed.data[0]["trials"]["predicted_us"], separators=(",", ":"))) == 1
@@ -325,7 +326,7 @@ def test_points_are_scaled_to_the_problem() -> None:
     other = rows.problem(head_dim_qk=64, head_dim_v=64)
     records = [rows.record(1000.0, of=long), rows.record(600.0, of=short), rows.record(500.0, of=other)]
     summaries = summarize(records)
-    (data,) = [each for each in page.data(summaries) if each["seqlen"] == 4096 and "head_dim 128" in each["title"]]
+    (data,) = [each for each in data_of(summaries)["problems"] if each["seqlen"] == 4096 and "head_dim 128" in each["title"]]
     assert sorted(data["points"]["winner"]) == [[2048, 0.3], [4096, 1.0]]
 
 
@@ -371,15 +372,15 @@ def test_page_of_ten_thousand_rows() -> None:
 
 def test_page_is_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "new" / "index.html"
-    page.write(file, [])
+    files.write(file, [])
     before = file.read_text()
 
-    def fail(records: Any) -> str:
+    def fail(records: Any, comparison: Any) -> str:
         raise RuntimeError
 
     monkeypatch.setattr(page, "html", fail)
     with pytest.raises(RuntimeError):
-        page.write(file, [])
+        files.write(file, [])
     assert file.read_text() == before
     assert list(file.parent.iterdir()) == [file]
 
