@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from flashgen import __version__
-from flashgen.cli import bench, counters, db, demo, doctor, kernels, model, results, tune
+from flashgen.cli import bench, counters, db, demo, doctor, kernels, model, results, tune, workshop
 from flashgen.cli.answer import command
 
 _settings: dict[str, Any] = {
@@ -32,6 +32,7 @@ database = typer.Typer(help="Rows out of the database, into it, and away.", epil
 
 PROBLEM = "--seqlen 4096 --head-dim 128 --heads 16 --causal"
 command(app, example="flashgen model --seqlen 8192 --head-dim 128 --heads 32 --device h100")(model.model)
+command(app, example="flashgen workshop --open")(workshop.workshop)
 command(app, example=f"flashgen tune {PROBLEM} --trials 32 --seconds 60")(tune.tune)
 command(app, example=f"flashgen generate {PROBLEM} --device h200 --out kernel --emit source,ptx")(kernels.generate)
 command(app, example=f"flashgen explain {PROBLEM}")(kernels.explain)

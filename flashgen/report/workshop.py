@@ -6,8 +6,7 @@ hand-picked candidates and measured times are data from here.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -18,25 +17,20 @@ from flashgen.problem import DIRECTIONS, Problem
 from flashgen.record import Record
 from flashgen.report import document
 from flashgen.report.summary import describe, peer_name, summarize, time_us
-from flashgen.space import hopper_backward
+from flashgen.space import hopper_backward, triton
 
 HEAD_DIMS = (32, 64, 96, 128, 192, 256)
 SEQLEN = 8192  # of the problems that the hand-picked candidates are for
 HEADS = 32
 
 
-def html(records: Iterable[Record]) -> str:
-    """A page that needs no network: style, script, plotly.js and data are inside."""
+def html(made: Mapping[str, Any]) -> str:
+    """A page that needs no network: style, script, plotly.js and what `data` made are inside."""
     return (
         document.environment()
         .get_template("workshop.html.jinja")
-        .render(data=document.script_json(data(records)), plotly_js=document.plotly_js(), version=__version__, head_dims=HEAD_DIMS)
+        .render(data=document.script_json(made), plotly_js=document.plotly_js(), version=__version__, head_dims=HEAD_DIMS)
     )
-
-
-def write(path: Path, records: Iterable[Record]) -> None:
-    """Writes the page whole or not at all, making the folder if there is none. Raises OSError."""
-    document.write(path, html(records))
 
 
 def data(records: Iterable[Record]) -> dict[str, Any]:
@@ -58,7 +52,7 @@ def data(records: Iterable[Record]) -> dict[str, Any]:
     return {
         "devices": {name: dataclasses.asdict(device) for name, device in devices.items()},
         "calibration": dataclasses.asdict(cost.CALIBRATION),
-        "constants": _constants(schedule) | _constants(resources),
+        "constants": _constants(schedule) | _constants(resources) | _constants(triton),
         "hopper_backward_tiles": hopper_backward.TILES,
         "candidates": [dataclasses.asdict(each.variant) | dataclasses.asdict(each.config) for each in candidates],
         "defaults": defaults,
@@ -99,7 +93,7 @@ def _measured(records: Iterable[Record]) -> dict[str, tuple[Device, list[tuple[d
     found: dict[str, tuple[Device, list[tuple[dict[str, Any], Candidate | None]]]] = {}
     for summary in summarize(records):
         problem = summary.problem
-        if summary.is_predicted_only and not summary.peers or not _is_plain(problem):
+        if (summary.is_predicted_only and not summary.peers) or not _is_plain(problem):
             continue
         key = summary.device.key
         _, rows = found.setdefault(names.get(key, key), (summary.device, []))
