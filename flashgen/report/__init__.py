@@ -1,4 +1,4 @@
-"""Reports made from records: tables in the terminal; HTML, Markdown and JSON as files.
+"""Reports made from records: tables in the terminal; HTML, Markdown and JSON as files; and the workshop.
 
 units       numbers as people read them
 braille     a line plot in the terminal
@@ -9,10 +9,13 @@ commands    what reproduces a row
 summary     what the rows of one problem come to; the numbers under all reports
 comparison  two sets of rows side by side
 tables      the report in the terminal
+counters    predicted against counted, as tables in the terminal
 data        the report as JSON
 markdown    the report as Markdown
+document    what HTML pages have in common
 page        the report as HTML
-files       the last three as files
+files       a report as a file
+workshop    the models to play with, as HTML
 """
 
 from typing import TYPE_CHECKING, Any

@@ -67,7 +67,8 @@ class Limit:
         if self.bound == "waves":
             return f"waves: {self.waves:.2f} waves of programs leave SMs without work for {part} of the time"
         if self.bound == "launch":
-            return f"launch: {self.kernels} kernel{'s' * (self.kernels > 1)} start and end for {part} of the time"
+            kernels = "1 kernel starts and ends" if self.kernels == 1 else f"{self.kernels} kernels start and end"
+            return f"launch: {kernels} for {part} of the time"
         if self.bound == "latency":
             busiest = max(UNITS, key=lambda unit: self.shares[unit])
             return f"latency: no unit is busy for more than {part} of the time ({UNITS[busiest]}); the rest is waiting"

@@ -132,12 +132,12 @@ class Summary:
 
 
 def summarize(records: Iterable[Record]) -> list[Summary]:
-    """One Summary for each problem and device among the rows, in a fixed order."""
+    """One Summary for each problem and device that has trials or peers among the rows, in a fixed order."""
     groups: dict[tuple[str, str], list[Record]] = {}
     for record in records:
-        if record.measurement.status is not Status.COUNTED:  # no trials
-            groups.setdefault((record.device.key, record.problem.key), []).append(record)
-    return sorted((_summary(group) for group in groups.values()), key=_order)
+        groups.setdefault((record.device.key, record.problem.key), []).append(record)
+    tried = (group for group in groups.values() if any(record.measurement.status is not Status.COUNTED for record in group))
+    return sorted((_summary(group) for group in tried), key=_order)
 
 
 def time_us(record: Record) -> float:

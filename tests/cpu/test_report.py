@@ -4,27 +4,42 @@ import io
 import itertools
 import json
 import math
+import random
 import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from typer.testing import CliRunner
 
-from flashgen import report, space
+import flashgen.cli
+from flashgen import cost, report, space
 from flashgen.candidate import Candidate, Config
-from flashgen.database import Database
-from flashgen.record import Status
-from flashgen.report import files, page
+from flashgen.cli.answer import Answer, command
+from flashgen.cli.options import ProblemOptions
+from flashgen.database import Database, lines
+from flashgen.device import Device
+from flashgen.problem import Problem
+from flashgen.record import Counters, FunctionCounters, Measurement, Record, Status
+from flashgen.report import files, limits, page
 from flashgen.report.braille import Plot
+from flashgen.report.commands import commands
+from flashgen.report.comparison import compare
 from flashgen.report.data import data_of
+from flashgen.report.knobs import importances
+from flashgen.report.markdown import markdown
 from flashgen.report.summary import label, rank_correlation, summarize
 from flashgen.report.units import quantity, times
 from tests.cpu import rows
+
+SHIPPED = Path(__file__).resolve().parents[2] / "tuning_db" / "nvidia_h200.jsonl"
 
 
 def terminal(records: Any, width: int = 200) -> str:
@@ -204,6 +219,278 @@ def test_labels_tell_candidates_apart() -> None:
     assert not any(", ," in label(candidate) for candidate in backward)
     config = Config(block_m=128, block_n=64, num_warps=8, num_stages=3)
     assert label(Candidate(config=config)) == "128x64 warps 8 stages 3, pointer, masked apart"
+
+
+# ---- why not faster ---------------------------------------------------------------------------------------------------
+
+
+def winner(of: Problem, candidate: Candidate | None = None, us: float = 300.0, clock: float | None = None) -> Record:
+    made = rows.record(us, of=of, candidate=candidate)
+    return replace(made, measurement=replace(made.measurement, resources=None, sm_clock_mhz=clock))
+
+
+def test_limits_are_those_of_the_estimate() -> None:
+    """At the model's own clock a unit takes as long as the Estimate says, and the bound is its own, but for waves and launches."""
+    for of in (rows.problem(), rows.problem(direction="backward"), rows.problem(head_dim_qk=64, head_dim_v=64, mask="full")):
+        for candidate in space.candidates(of, rows.H200)[::97]:
+            estimate = cost.estimate(candidate, of, rows.H200)
+            found = limits.account(candidate, of, rows.H200, None, None)
+            for unit in ("tensor", "exp", "smem", "l2", "dram"):
+                assert found.seconds[unit] == pytest.approx(getattr(estimate, f"{unit}_s"))
+            assert found.time_s == pytest.approx(estimate.time_s) or estimate.time_s == estimate.bound_s
+            if found.bound not in ("waves", "launch"):
+                assert found.bound == estimate.bound
+
+
+def test_units_of_an_sm_follow_its_clock() -> None:
+    slow, fast = (limits.limit_of(winner(rows.problem(), clock=clock)) for clock in (1000.0, 2000.0))
+    assert slow is not None and fast is not None
+    assert slow.shares["exp"] == pytest.approx(2 * fast.shares["exp"])
+    assert slow.shares["dram"] == pytest.approx(fast.shares["dram"])
+
+
+@pytest.mark.parametrize(
+    ("of", "bound", "words"),
+    [
+        (dict(batch=8, seqlen_q=64, seqlen_kv=64), "launch", "1 kernel starts and ends"),
+        (
+            dict(batch=1, heads_q=17, heads_kv=17, seqlen_q=1024, seqlen_kv=8192, mask="full"),
+            "waves",
+            "waves of programs leave SMs without",
+        ),
+        (dict(seqlen_q=1, batch=64), "dram", "DRAM: busy for"),
+        (dict(), "tensor", "tensor cores: busy for"),
+    ],
+)
+def test_bounds_have_their_names(of: dict[str, Any], bound: str, words: str) -> None:
+    problem = rows.problem(**of)
+    default = space.default(problem, rows.H200)
+    (summary,) = summarize([winner(problem, default, cost.estimate(default, problem, rows.H200).time_s * 1e6)])
+    assert summary.limit is not None
+    assert (summary.limit.bound, words in summary.why_not_faster) == (bound, True), summary.why_not_faster
+
+
+def test_lift_is_the_nearest_that_is_held_by_something_else() -> None:
+    problem, here = rows.problem(), space.default(rows.problem(), rows.H200)
+    (summary,) = summarize([winner(problem, here)])
+    assert summary.limit is not None and summary.lift is not None
+    bound, own = summary.limit.bound, limits.account(here, problem, rows.H200, None, None)
+    assert summary.lift.bound != bound
+    for other in space.candidates(problem, rows.H200):
+        if space.distance(here, other) < summary.lift.distance:
+            its = limits.account(other, problem, rows.H200, None, None)
+            assert its.bound == bound or its.lost_s(bound) >= 0.99 * own.lost_s(bound)
+    tried = rows.record(450.0, candidate=summary.lift.candidate)
+    (summary,) = summarize([winner(problem, here), replace(tried, measurement=replace(tried.measurement, resources=None))])
+    assert "and 1.50x measured" in summary.why_not_faster
+
+
+def test_where_nothing_would_lift_a_bound_it_says_so() -> None:
+    shipped = [record for record in lines.records_of(SHIPPED.read_text().splitlines(), origin="shipped") if isinstance(record, Record)]
+    sentences = [summary.why_not_faster for summary in summarize(shipped)]
+    assert all(sentence.startswith("Held by ") for sentence in sentences)
+    assert any("none of the legal candidates would lift that" in sentence for sentence in sentences)
+    assert any("Nearest candidate that would lift it" in sentence for sentence in sentences)
+
+
+# ---- importances -----------------------------------------------------------------------------------------------------
+
+
+def test_importances_name_the_knob_that_matters() -> None:
+    """One knob makes all the difference, another none."""
+    configs = [Config(block_m=m, block_n=64, num_warps=8, num_stages=stages) for m in (64, 128) for stages in (1, 2, 3, 4, 5)]
+    records = [rows.record(100.0 * (1 + (each.block_m == 64)), candidate=Candidate(config=each)) for each in configs]
+    first, second = importances(records)
+    assert (first.name, first.best, first.share) == ("block_m", "128", pytest.approx(1.0))
+    assert (second.name, second.share) == ("num_stages", 0.0)
+    assert first.trials == {"64": 5, "128": 5} and first.fastest_us == {"64": 200.0, "128": 100.0}
+
+
+def test_chance_is_no_importance() -> None:
+    """Times at random: a knob with many values explains much of few trials' variance, but not by epsilon squared."""
+    means = []
+    for seed in range(40):
+        draw = random.Random(seed)
+        some = draw.sample(rows.candidates(400), 24)
+        found = importances([rows.record(draw.uniform(90, 110), candidate=each) for each in some])
+        means.append(sum(each.share for each in found) / len(found))
+    assert sum(means) / len(means) < 0.05
+    assert importances([rows.record(1.0 + n, candidate=each) for n, each in enumerate(rows.candidates(7))]) == []
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(mask="full", dtype="float16", layout="bshd", return_lse=True),
+        dict(heads_kv=4, seqlen_q=7, seqlen_kv=100, head_dim_v=64, mask="causal_top_left"),
+        dict(mask="full", window=(256, -1), dtype="float32"),
+        dict(window=(128, 0)),
+        dict(mask="full", window=(-1, 300)),
+        dict(direction="backward", deterministic=True),
+    ],
+)
+def test_commands_state_the_very_problem(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typed as they stand, they are parsed to the problem they were made from."""
+    problem = rows.problem(**changes)
+    got: list[Problem] = []
+
+    def bench(problem: ProblemOptions) -> Answer:
+        got.append(problem.problem())
+        return Answer(data=None, show=lambda console: None)
+
+    app = typer.Typer()
+    command(app, example="bench")(bench)
+    (summary,) = summarize([rows.record(100.0, of=problem)])
+    assert summary.winner is not None
+    words = commands(summary.winner)["measure"].split()
+    assert words[:2] == ["flashgen", "bench"]
+    result = CliRunner().invoke(app, words[2:], catch_exceptions=False)
+    assert (result.exit_code, got) == (0, [problem]), result.output
+
+
+def test_unaligned_problems_have_no_options() -> None:
+    found = commands(rows.record(100.0, of=rows.problem(aligned_16=False)))
+    assert list(found) == ["source"] and "--variant" in found["source"]
+
+
+# ---- counters --------------------------------------------------------------------------------------------------------
+
+
+def test_counted_rows_are_no_trials() -> None:
+    """They stand beside the winner they belong to, cold ones first."""
+    best, other = rows.record(100.0), rows.candidates(1)[0]
+
+    def counted(second: int, cache: str = "cold", candidate: Candidate | None = None) -> Record:
+        function = FunctionCounters(name="attention_forward", dram_read_bytes=2e8, dram_write_bytes=1e8)
+        measurement = Measurement(status=Status.COUNTED, counters=Counters(functions=(function,), cache=cache))
+        return replace(rows.record(100.0, candidate=candidate, second=second), measurement=measurement)
+
+    records = [best, counted(1), counted(2, "warm"), counted(3, candidate=other)]
+    (summary,) = summarize(records)
+    assert (len(summary.trials), summary.failures, summary.winner) == (1, [], best)
+    assert summary.counted == records[1]
+    (problem,) = Page(report.html(records)).data
+    assert {"name": "DRAM", "bytes": 3e8, "kind": "counted", "us": 62.5} in problem["levels"]
+    assert problem["counters"]["functions"][0]["name"] == "attention_forward"
+
+
+# ---- comparison ------------------------------------------------------------------------------------------------------
+
+
+def test_comparison_is_of_winners_of_the_same_problem() -> None:
+    first, second, third, fourth = (rows.problem(batch=batch) for batch in (1, 2, 3, 4))
+    other = rows.candidates(1)[0]
+    before = [rows.record(100.0, of=first), rows.record(100.0, of=second), rows.record(100.0, of=third), rows.peer("cudnn", 110.0, first)]
+    after = [
+        rows.record(80.0, of=first, candidate=other),
+        rows.record(100.2, of=second),
+        rows.record(90.0, of=fourth),
+        rows.peer("cudnn", 100.0, first),
+    ]
+    found = compare(before, after, names=("old", "new"))
+    assert [(change.speedup, change.peers_speedup, change.is_same_candidate) for change in found.changes] == [
+        (pytest.approx(1.25), pytest.approx(1.1), False),
+        (pytest.approx(1 / 1.002), None, True),
+    ]
+    assert (found.only_before, found.only_after) == (1, 1)
+    assert found.speedup == pytest.approx((1.25 / 1.002) ** 0.5)
+    sentence = str(found)
+    for words in ("new against old", "1 faster, 0 slower, 1 within 1%", "1.100x", "1 only in old", "1 only in new"):
+        assert words in sentence
+    text = report.html(after, found)
+    assert "1.250x" in text and text.count('class="n better"') == 1
+    assert "no problem has a measured winner on both sides" in str(compare([], after))
+
+
+def test_comparison_across_devices() -> None:
+    fast = rows.record(80.0)
+    slow = replace(rows.record(100.0), device=Device.named("h100"))
+    assert compare([slow], [fast]).changes == ()
+    (change,) = compare([slow], [fast], across_devices=True).changes
+    assert change.speedup == 1.25
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    environment = {"COLUMNS": "300", "NO_COLOR": "1"}
+    result = CliRunner().invoke(flashgen.cli.app, ["report", *arguments], catch_exceptions=False, env=environment)
+    return result.exit_code, result.stdout, result.stderr
+
+
+@pytest.fixture
+def filled(own_database: Path) -> Path:
+    """Two releases on an H200, and an H100."""
+    newer = [replace(each, provenance=replace(each.provenance, triton="3.9.1")) for each in rows.search(12, seed=1)]
+    h100 = [replace(each, device=Device.named("h100")) for each in rows.search(6)]
+    Database.open(own_database).add(rows.search(12) + newer + h100)
+    return own_database
+
+
+def test_against_a_release_a_device_and_a_file(filled: Path, tmp_path: Path) -> None:
+    code, out, _ = run("--against", "triton=3.6", "--triton", "3.9", "--device", "h200")
+    assert code == 0 and out.startswith("NVIDIA H200, Triton 3.9 against Triton 3.6: ") and "over 1 problem;" in out
+    code, out, _ = run("--device", "h200", "--against", "h100", "--triton", "3.6")
+    assert code == 0 and "against NVIDIA H100 80GB HBM3" in out and "over 1 problem;" in out
+    exported = tmp_path / "winners.jsonl"
+    Database.open(filled).export(exported, winners=True)
+    for file in (exported, filled):
+        code, out, _ = run("--against", str(file), "--json")
+        data = json.loads(out)["comparison"]
+        assert (code, data["speedup"], len(data["changes"]), data["only_before"]) == (0, 1.0, 2, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(("--against", "nothing"), "a file, triton=RELEASE, or one of h100"), (("--out", "report.pdf"), "must end in .html, .md, .json")],
+)
+def test_what_cannot_be_compared_or_written_is_refused(arguments: tuple[str, ...], words: str) -> None:
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and words in err
+
+
+def test_against_a_file_that_holds_no_rows(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("{}\n")
+    code, _, err = run("--against", str(file))
+    assert code == 1 and "1 of 1 lines" in err
+
+
+def test_formats_follow_the_name(filled: Path, tmp_path: Path) -> None:
+    for suffix, start in ((".html", "<!DOCTYPE html>"), (".md", "# flashgen report"), (".json", "{")):
+        file = tmp_path / f"report{suffix}"
+        code, out, _ = run("--out", str(file))
+        assert code == 0 and out.endswith(f"Wrote {file}\n")
+        assert file.read_text().startswith(start)
+    assert len(json.loads((tmp_path / "report.json").read_text())["problems"]) == 2
+
+
+# ---- Markdown --------------------------------------------------------------------------------------------------------
+
+
+def test_markdown_for_a_pull_request() -> None:
+    records = rows.search(40) + rows.search(20, rows.problem(direction="backward"))
+    text = markdown(records, compare(records, records, names=("main", "this")))
+    for words in (
+        "## Comparison",
+        "this against main: 1.000x",
+        "## Problems",
+        "**Why not faster?** Held by",
+        "flashgen bench --direction backward",
+    ):
+        assert words in text
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    assert {line.replace("\\|", "").count("|") for line in tables} <= {4, 6, 7, 10}
+    assert text.count("<details>") == text.count("</details>") == 2
+    assert "</script>" not in text and len(text) < 65_536
+    assert text.count("<details>") < len(markdown([row for n in range(1, 40) for row in rows.search(3, rows.problem(batch=n))])) < 65_536
+    assert "There are no rows yet." in markdown([])
+    assert "Nothing was measured" in markdown(rows.predictions(5))
 
 
 # ---- terminal --------------------------------------------------------------------------------------------------------
