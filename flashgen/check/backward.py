@@ -13,6 +13,7 @@ from flashgen.check.measures import Check, Errors, Size, dims_of, errors_of, gra
 from flashgen.check.stressing import stressed
 from flashgen.check.tensors import allocate, allocate_inputs, allocate_rows, fingerprint, inputs
 from flashgen.errors import ArgumentError
+from flashgen.launch import BackwardInputs
 from flashgen.problem import Problem
 
 BACKWARD_SCALES = (None, 1.0, -0.125, 0.0)
@@ -41,22 +42,6 @@ class BackwardLaunch(Protocol):
     ) -> None: ...
 
 
-class Given(NamedTuple):
-    """What a backward kernel reads, in the order of its arguments."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-
-    @property
-    def fingerprint(self) -> tuple[int, ...]:
-        return fingerprint(*(tensor for tensor in self if tensor is not None))
-
-
 class Gradients(NamedTuple):
     """What a backward kernel writes."""
 
@@ -78,7 +63,7 @@ class BackwardCase:
     seed: int
     scale: float
     expanded_dout: bool
-    given: Given
+    given: BackwardInputs
     gradients: Gradients
     expected: Gradients
     sizes: tuple[Size, Size, Size]
@@ -132,7 +117,7 @@ def prepare_backward(
         sizes=sizes,
         limits=(limits[0], limits[1], limits[2]),
         buffers=Gradients(*(buffer for _, buffer in outputs)),
-        fingerprint=given.fingerprint,
+        fingerprint=_fingerprint(given),
     )
 
 
@@ -145,7 +130,7 @@ def check_backward(launch: BackwardLaunch, case: BackwardCase) -> Check:
     case.poison()
     case.bind(launch)()
     result = judge_backward(*case.gradients, case)
-    if case.given.fingerprint != case.fingerprint:
+    if _fingerprint(case.given) != case.fingerprint:
         drawn = _given(case.problem, case.given.query.device, case.seed, case.scale, case.expanded_dout)
         for damaged, fresh in zip(case.given, drawn):
             if damaged is not None and fresh is not None:
@@ -226,7 +211,11 @@ def _changes(launch: BackwardLaunch, case: BackwardCase, repeats: int, same_dq: 
     return ""
 
 
-def _given(problem: Problem, device: torch.device | str, seed: int, scale: float, expanded_dout: bool) -> Given:
+def _fingerprint(given: BackwardInputs) -> tuple[int, ...]:
+    return fingerprint(*(tensor for tensor in given if tensor is not None))
+
+
+def _given(problem: Problem, device: torch.device | str, seed: int, scale: float, expanded_dout: bool) -> BackwardInputs:
     """Inputs from the seed. What lies between and around their rows is NaN.
 
     dout leans on out by one unit in each element: without that a row's sum of dout * out vanishes beside its terms where keys are many,
@@ -252,10 +241,10 @@ def _given(problem: Problem, device: torch.device | str, seed: int, scale: float
     if problem.return_lse:
         dlse, _ = allocate_rows(problem, device)
         dlse.copy_(torch.randn(dlse.shape, dtype=torch.float32, device=device, generator=random))
-    return Given(query, key, value, out, lse, dout, dlse)
+    return BackwardInputs(query, key, value, out, lse, dout, dlse)
 
 
-def _sizes(problem: Problem, scale: float, given: Given) -> tuple[Size, Size, Size]:
+def _sizes(problem: Problem, scale: float, given: BackwardInputs) -> tuple[Size, Size, Size]:
     """Sizes of dq, dk, dv for values that are random."""
     query, key, value, dout = (_root_mean_square(t) for t in (given.query, given.key, given.value, given.dout))
     keys = max(1.0, problem.visible_pairs / max(1, problem.seqlen_q))  # that a row sees, in the mean

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from flashgen.dispatch.arguments import converted, require_no_transform, strides_aligned
 from flashgen.dispatch.choice import has_nothing_to_compute
 from flashgen.errors import UnsupportedError
+from flashgen.launch import BackwardInputs
 from flashgen.problem import Problem
 
 if TYPE_CHECKING:
@@ -19,30 +20,6 @@ MOST_LAUNCHES = 64  # a plan keeps, each for upstream gradients of other strides
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # dq, dk, dv; None is not computed
 RunBackward = Callable[..., None]  # (query, key, value, out, lse, dout, dlse, dq, dk, dv, scale)
-
-
-class Kept(NamedTuple):
-    """What a backward pass reads. The last dimension of each tensor is contiguous; the other strides are free.
-
-    lse and dlse are float32 (batch, heads_q, seqlen_q) and contiguous; dlse is None where nothing depends on the LSE.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    dout: Tensor
-    dlse: Tensor | None
-
-    @property
-    def strided(self) -> tuple[Tensor, ...]:
-        """Those whose strides are free."""
-        return self.query, self.key, self.value, self.out, self.dout
-
-    def strided_with(self, gradients: Gradients) -> list[Tensor]:
-        """The same, with the gradients that are computed."""
-        return [*self.strided, *(gradient for gradient in gradients if gradient is not None)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,7 +36,7 @@ class DifferentiablePlan:
     forward: "Plan"
     problem: Problem
     return_lse: bool
-    choose: Callable[[Problem, Kept, Gradients, float], RunBackward]
+    choose: Callable[[Problem, BackwardInputs, Gradients, float], RunBackward]
     launches: dict[Hashable, RunBackward] = field(default_factory=dict)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> "Result":
@@ -71,7 +48,7 @@ class DifferentiablePlan:
         result: Result = FlashgenAttention.apply(self, query, key, value, forward.scale if scale is None else scale)  # type: ignore[no-untyped-call]
         return result
 
-    def gradients(self, kept: Kept, needed: tuple[bool, bool, bool], scale: float) -> Gradients:
+    def gradients(self, kept: BackwardInputs, needed: tuple[bool, bool, bool], scale: float) -> Gradients:
         """dq, dk and dv, those that are needed; dk and dv come together, from one kernel."""
         needs_dq, needs_dk, needs_dv = needed
         needed = (needs_dq, needs_dk or needs_dv, needs_dk or needs_dv)
@@ -90,7 +67,8 @@ class DifferentiablePlan:
             self.problem,
             direction="backward",
             return_lse=kept.dlse is not None,
-            aligned_16=aligned and all(strides_aligned(tensor) for tensor in kept.strided_with(gradients)),
+            aligned_16=aligned
+            and all(strides_aligned(tensor) for tensor in (*kept.strided, *(gradient for gradient in gradients if gradient is not None))),
             deterministic=deterministic,
         )
         run = self.choose(problem, kept, gradients, scale)
@@ -119,7 +97,7 @@ class FlashgenAttention(torch.autograd.Function):
         for each in (dout, dlse):
             require_no_transform(each)
         with torch.no_grad():
-            kept = Kept(
+            kept = BackwardInputs(
                 query=_readable(query),
                 key=_readable(key),
                 value=_readable(value),
@@ -172,7 +150,7 @@ def _dense(tensor: Tensor) -> Tensor:
     return _readable(tensor.contiguous() if expanded else tensor)
 
 
-def _each(made: Callable[[Tensor], Tensor], kept: Kept, needed: tuple[bool, ...]) -> Gradients:
+def _each(made: Callable[[Tensor], Tensor], kept: BackwardInputs, needed: tuple[bool, ...]) -> Gradients:
     """made of query, key and value, of those that need it."""
     dq, dk, dv = (made(tensor) if need else None for tensor, need in zip((kept.query, kept.key, kept.value), needed))
     return dq, dk, dv

@@ -17,9 +17,9 @@ from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.dispatch.arguments import Call, converted, interpreted
 from flashgen.dispatch.choice import Choice, choices, has_nothing_to_compute
-from flashgen.dispatch.gradients import DifferentiablePlan, Gradients, Kept, RunBackward
+from flashgen.dispatch.gradients import DifferentiablePlan, Gradients, RunBackward
 from flashgen.errors import BuildError, DatabaseError, LaunchError, UnsupportedError
-from flashgen.launch import needs_wide_offsets, prepare, prepare_backward
+from flashgen.launch import BackwardInputs, needs_wide_offsets, prepare, prepare_backward
 from flashgen.problem import Problem
 from flashgen.record import Record
 
@@ -141,7 +141,7 @@ class Planner:
         negative = scale is not None and scale < 0
         return self._first_that_runs(problem, device, lambda choice: answer(self._launching(call, device, choice)), negative)
 
-    def _first_backward(self, problem: Problem, device: Device, kept: Kept, gradients: Gradients, scale: float) -> RunBackward:
+    def _first_backward(self, problem: Problem, device: Device, kept: BackwardInputs, gradients: Gradients, scale: float) -> RunBackward:
         """What computes the gradients of a backward problem; it is run once. Raises what `first_call` raises."""
         if kept.query.is_cuda and torch.cuda.is_current_stream_capturing():
             raise UnsupportedError(
@@ -149,8 +149,8 @@ class Planner:
             )
 
         def run_once(choice: Choice) -> RunBackward:
-            wide = needs_wide_offsets(kept.strided_with(gradients))
-            run = prepare_backward(self._kernel(choice, problem, device, wide), problem, *kept, device)
+            wide = needs_wide_offsets((*kept.strided, *(gradient for gradient in gradients if gradient is not None)))
+            run = prepare_backward(self._kernel(choice, problem, device, wide), problem, kept, device)
             run(*kept, *gradients, scale)
             return run
 

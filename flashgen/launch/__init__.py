@@ -12,7 +12,7 @@ scale. Triton's own launcher looks at every argument again on each call and enco
 the C function beneath it, with descriptors kept by address.
 """
 
-from flashgen.launch.backward import BackwardLaunch, bind_backward, prepare_backward
+from flashgen.launch.backward import BackwardInputs, BackwardLaunch, bind_backward, prepare_backward
 from flashgen.launch.descriptors import KEPT_MAPS
 from flashgen.launch.forward import InterpretedLaunch, Launch, bind, prepare
 from flashgen.launch.tensors import MAX_BLOCK, needs_wide_offsets
@@ -20,6 +20,7 @@ from flashgen.launch.tensors import MAX_BLOCK, needs_wide_offsets
 __all__ = [
     "KEPT_MAPS",
     "MAX_BLOCK",
+    "BackwardInputs",
     "BackwardLaunch",
     "InterpretedLaunch",
     "Launch",

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,26 @@ MOST_STRIDES = 16  # of gradients, for which a BackwardLaunch keeps bound functi
 
 Strides = tuple[tuple[int, ...] | None, ...]
 View = tuple[Sequence[int], Sequence[int]]  # shape, and strides of all dimensions but the last
+
+
+class BackwardInputs(NamedTuple):
+    """What a backward kernel reads. The last dimension of each tensor is contiguous; the other strides are free.
+
+    lse and dlse are float32 (batch, heads_q, seqlen_q) and contiguous; dlse is None where nothing depends on the LSE.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+    @property
+    def strided(self) -> tuple[torch.Tensor, ...]:
+        """Those whose strides are free."""
+        return self.query, self.key, self.value, self.out, self.dout
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -176,53 +196,30 @@ class BackwardLaunch:
         return problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / rows) * shares
 
 
-def bind_backward(
-    candidate: Candidate,
-    problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    device: Device,
-) -> BackwardLaunch:
+def bind_backward(candidate: Candidate, problem: Problem, inputs: BackwardInputs, device: Device) -> BackwardLaunch:
     """Builds a candidate as these tensors and contiguous gradients need it, and prepares it for them: see `build` and
     `prepare_backward`, whose errors it raises."""
-    gradients = [torch.empty(tensor.shape, device="meta") for tensor in (query, key, value)]
-    wide_offsets = needs_wide_offsets((query, key, value, out, dout, *gradients))
-    kernel = build(candidate, problem, device, wide_offsets=wide_offsets)
-    return prepare_backward(kernel, problem, query, key, value, out, lse, dout, dlse, device)
+    gradients = [torch.empty(tensor.shape, device="meta") for tensor in inputs[:3]]
+    kernel = build(candidate, problem, device, wide_offsets=needs_wide_offsets((*inputs.strided, *gradients)))
+    return prepare_backward(kernel, problem, inputs, device)
 
 
-def prepare_backward(
-    kernel: Kernel,
-    problem: Problem,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    dout: torch.Tensor,
-    dlse: torch.Tensor | None,
-    device: Device,
-) -> BackwardLaunch:
+def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, device: Device) -> BackwardLaunch:
     """Binds the kernel to these tensors' shapes and strides, and loads it on their device.
 
-    Tensors are in the problem's layout; lse, and dlse if the kernel reads it, are (batch, heads_q, seqlen_q) float32 and contiguous.
-    device says how many programs of a kernel with a schedule run at once. Raises ArgumentError for tensors that are not what the problem
-    says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to load it, LaunchError if a schedule is
-    needed while a CUDA graph is captured.
+    Tensors are in the problem's layout. device says how many programs of a kernel with a schedule run at once. Raises ArgumentError for
+    tensors that are not what the problem says or the kernel was built for, OutOfResourcesError or LaunchError if the driver refuses to
+    load it, LaunchError if a schedule is needed while a CUDA graph is captured.
     """
     if kernel.candidate.variant.family != "backward":
         raise ArgumentError(f"{kernel.candidate} computes no gradients; it must be a backward kernel")
-    tensors = {"q": query, "k": key, "v": value, "out": out, "dout": dout}
+    where = inputs.query.device
+    tensors = dict(zip(("q", "k", "v", "out", "dout"), inputs.strided))
     require_built_for(kernel, problem)
-    require_fit(kernel, problem, tensors, query.device)
-    require_rows("lse", lse, problem)
+    require_fit(kernel, problem, tensors, where)
+    require_rows("lse", inputs.lse, problem)
     if kernel.candidate.variant.store_lse:
-        require_rows("dlse", dlse, problem)
+        require_rows("dlse", inputs.dlse, problem)
     values = integers_of(problem)
     views: dict[str, View] = {}
     for name, tensor in tensors.items():
@@ -237,7 +234,7 @@ def prepare_backward(
     index = None
     programs = 0
     if not kernel.interpreted:
-        index = query.device.index
+        index = where.index
         for function in kernel.functions:
             function.on(index)
         key_blocks = problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / kernel.candidate.config.block_n)
@@ -248,7 +245,7 @@ def prepare_backward(
     return BackwardLaunch(
         kernel=kernel,
         problem=problem,
-        device=query.device,
+        device=where,
         values=values,
         views=views,
         scratch=scratch,

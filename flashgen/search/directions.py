@@ -48,7 +48,7 @@ def _peers(case: Case) -> Mapping[str, Callable[[], object]]:
 
 
 def _bind_backward(candidate: Candidate, case: BackwardCase, device: Device) -> BackwardLaunch:
-    return bind_backward(candidate, case.problem, *case.given, device)
+    return bind_backward(candidate, case.problem, case.given, device)
 
 
 def _stress_backward(launch: BackwardLaunch, case: BackwardCase, place: str, seed: int, repeats: int) -> Check:

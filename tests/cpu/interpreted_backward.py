@@ -68,7 +68,7 @@ def candidates(problem: Problem) -> list[Candidate]:
 
 
 def bound(candidate: Candidate, case: BackwardCase) -> BackwardLaunch:
-    return bind_backward(candidate, case.problem, *case.given, H200)
+    return bind_backward(candidate, case.problem, case.given, H200)
 
 
 def awkward() -> None:
@@ -104,7 +104,7 @@ def expanded_dout() -> None:
     for dout in (given.dout, given.dout.contiguous()):
         case.poison()
         given = given._replace(dout=dout)
-        bind_backward(candidate, SMALL, *given, H200)(*given, *case.gradients, case.scale)
+        bind_backward(candidate, SMALL, given, H200)(*given, *case.gradients, case.scale)
         results.append([gradient.clone() for gradient in case.gradients])
     same = all(torch.equal(one, other) for one, other in zip(*results))
     say("expanded dout", "" if same else "is not what a copy gives")

@@ -95,7 +95,7 @@ from flashgen.build import build, export  # noqa: E402
 from flashgen.candidate import Candidate, Config, Variant  # noqa: E402
 from flashgen.device import Device  # noqa: E402
 from flashgen.errors import FlashgenError  # noqa: E402
-from flashgen.launch import KEPT_MAPS, prepare, prepare_backward  # noqa: E402
+from flashgen.launch import KEPT_MAPS, BackwardInputs, prepare, prepare_backward  # noqa: E402
 from flashgen.problem import Problem  # noqa: E402
 
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
@@ -329,7 +329,7 @@ dlse = FakeTensor.contiguous(2, 6, 130, address=0x90004, dtype=torch.float32)
 dq = FakeTensor.contiguous(2, 6, 130, 64, address=0xA0000)
 dk, dv = moved(key, 0xB0000), moved(value, 0xC0000)
 torch.empty, empty = lambda shape, dtype, device: FakeTensor.contiguous(*shape, address=0xD0000, dtype=dtype), torch.empty
-launch = prepare_backward(kernel, backward_problem, query, key, value, out, lse, dout, dlse, H200)
+launch = prepare_backward(kernel, backward_problem, BackwardInputs(query, key, value, out, lse, dout, dlse), H200)
 functions = {function.on(1).function: function for function in kernel.functions}
 for handle, function in functions.items():
     types_of[handle] = [kind for kind in function.compiled.src.signature.values() if kind != "constexpr"]

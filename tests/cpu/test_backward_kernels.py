@@ -110,7 +110,7 @@ def kernel():
 def test_prepare_names_the_tensor_that_does_not_fit(kernel, changes, words):
     given = prepare_case(kernel.problem, "cpu", seed=0).given._replace(**changes)
     with pytest.raises(ArgumentError, match=words):
-        prepare_backward(kernel, kernel.problem, *given, H200)
+        prepare_backward(kernel, kernel.problem, given, H200)
 
 
 def test_gradients_of_other_shapes_and_strides_are_refused():
@@ -120,7 +120,7 @@ def test_gradients_of_other_shapes_and_strides_are_refused():
     candidate = space.portable_default(problem, H200)
     built = build(candidate, problem, H200)
     functions = tuple(dataclasses.replace(function, compiled=None) for function in built.functions)
-    launch = prepare_backward(dataclasses.replace(built, functions=functions), problem, *case.given, H200)
+    launch = prepare_backward(dataclasses.replace(built, functions=functions), problem, case.given, H200)
     for wrong, words in [
         (torch.zeros(1, 4, 41, 64, dtype=torch.bfloat16), r"dq is \(1, 4, 41, 64\)"),
         (torch.zeros(1, 4, 64, 40, dtype=torch.bfloat16).mT, "dq has a stride of 40 in its last dimension"),
@@ -136,7 +136,7 @@ def test_forward_and_backward_kernels_are_told_apart(kernel):
     other = build(Candidate(variant=Variant(mask="causal", store_lse=True), config=config), forward, H200)
     case = prepare_case(kernel.problem, "cpu", seed=0)
     with pytest.raises(ArgumentError, match="computes no gradients"):
-        prepare_backward(other, kernel.problem, *case.given, H200)
+        prepare_backward(other, kernel.problem, case.given, H200)
     with pytest.raises(ArgumentError, match="computes gradients"):
         prepare(kernel, forward, *case.given[:5], H200)
 

@@ -555,7 +555,8 @@ def test_what_surrounds_the_inputs_of_a_backward_kernel_is_nan():
     """N22, N24, G02."""
     for of in (backward_problem(head_dim_qk=20, head_dim_v=20), backward_problem(aligned_16=False)):
         for expanded in (False, True):
-            given = check.prepare_backward(of, "cpu", 0, expanded_dout=expanded).given
+            case = check.prepare_backward(of, "cpu", 0, expanded_dout=expanded)
+            given = case.given
             for name, tensor in given._asdict().items():
                 assert not tensor.isnan().any()
                 whole = torch.as_strided(tensor, (tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
@@ -563,8 +564,7 @@ def test_what_surrounds_the_inputs_of_a_backward_kernel_is_nan():
                 assert int((~whole.isnan()).sum()) == filled and whole[: check.GUARD].isnan().all() and whole[-check.GUARD :].isnan().all()
             assert (given.dout.stride() == (0, 0, 0, 1)) == expanded
             assert given.lse.dtype == given.dlse.dtype == torch.float32
-            again = check.prepare_backward(of, "cpu", 0, expanded_dout=expanded).given
-            assert again.fingerprint == given.fingerprint
+            assert check.prepare_backward(of, "cpu", 0, expanded_dout=expanded).fingerprint == case.fingerprint
     assert check.prepare_backward(backward_problem(return_lse=False), "cpu", 0).given.dlse is None
 
 

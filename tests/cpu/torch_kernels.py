@@ -116,8 +116,8 @@ class Kernels:
 
         return launch
 
-    def prepare_backward(self, kernel: Any, problem: Problem, *bound: Any) -> Any:
-        strides = [tensor.stride() for tensor in bound[:6]]
+    def prepare_backward(self, kernel: Any, problem: Problem, inputs: Any, device: Any) -> Any:
+        strides = [tensor.stride() for tensor in inputs[:6]]
 
         def launch(*given: Any) -> None:
             if error := self.launch_error(kernel.candidate):

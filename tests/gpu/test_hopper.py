@@ -14,24 +14,13 @@ from flashgen.build import CompilePool, build, constants_of
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
+from tests.gpu.awkward import DIMS, LENGTHS, MASKS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
 
-# Around multiples of the tiles (64, 128 and 192 rows; 64 and 128 keys), and where a warpgroup or a whole tile sees no key.
-LENGTHS = [(1, 1), (1, 777), (63, 65), (64, 128), (129, 127), (191, 193), (300, 100), (520, 648), (577, 577), (1000, 1030)]
-MASKS = {
-    "full": dict(),
-    "causal": dict(mask="causal"),
-    "top left": dict(mask="causal_top_left"),
-    "window": dict(mask="causal", window=(100, None)),
-    "left side": dict(window=(90, None)),
-    "both sides": dict(window=(70, 33)),
-    "itself only": dict(window=(0, 0)),
-}
-DIMS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "odd": (80, 40), "192/128": (192, 128), "64/256": (64, 256)}
 STRUCTURES = 2  # of each mask and pair of head dims
 
 

@@ -14,24 +14,12 @@ from flashgen.build import CompilePool, build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
+from tests.gpu.awkward import DIMS, LENGTHS, MASKS
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90"),
 ]
-
-# Around multiples of the tiles (64 and 128 queries and keys), and where keys have no query, or queries no key.
-LENGTHS = [(1, 1), (1, 777), (63, 65), (64, 128), (129, 127), (191, 193), (300, 100), (520, 648), (577, 577), (1000, 1030)]
-MASKS = {
-    "full": dict(),
-    "causal": dict(mask="causal"),
-    "top left": dict(mask="causal_top_left"),
-    "window": dict(mask="causal", window=(100, None)),
-    "left side": dict(window=(90, None)),
-    "both sides": dict(window=(70, 33)),
-    "itself only": dict(window=(0, 0)),
-}
-DIMS = {"64": (64, 64), "128": (128, 128), "256": (256, 256), "odd": (80, 40), "192/128": (192, 128), "64/256": (64, 256)}
 
 
 def structures(stated: Problem) -> list[Candidate]:
@@ -94,7 +82,7 @@ def test_awkward_lengths(mask: str, dims: str) -> None:
             kernel = build(candidate, stated, device)
             results = []
             for num_sms in (device.num_sms, 3):
-                bound = launch.prepare_backward(kernel, stated, *case.given, replace(device, num_sms=num_sms))
+                bound = launch.prepare_backward(kernel, stated, case.given, replace(device, num_sms=num_sms))
                 result = check.check_backward(bound, case)
                 assert result.ok, f"{stated}: {candidate}: {result.message}"
                 results.append([gradient.clone() for gradient in case.gradients])
@@ -109,6 +97,6 @@ def test_stress(dims: str) -> None:
     stated = replace(problem("causal", dims, 1111, 1300), batch=1)
     case = check.prepare_backward(stated, "cuda", seed=1)
     for candidate in structures(stated):
-        bound = launch.prepare_backward(build(candidate, stated, device), stated, *case.given, device)
+        bound = launch.prepare_backward(build(candidate, stated, device), stated, case.given, device)
         result = check.stress_backward(bound, stated, "cuda", seed=3, repeats=30, same_dq=not candidate.variant.fused)
         assert result.ok, f"{candidate}: {result.message}"
