@@ -25,30 +25,32 @@ Case = tuple[Candidate, Problem]
 
 
 def portable(device: Device) -> list[Case]:
-    """Kernels in Triton: the defaults, and on Hopper every other variant with its first config, whose small tiles compile fastest.
+    """Kernels in Triton: the defaults, and on Hopper as many others as bring each two choices together in one, of each variant the first
+    config, whose small tiles compile fastest.
 
     Their problems ask for every combination of what a problem decides: mask, padding, LSE.
     """
     shape = {"batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 1000, "seqlen_kv": 1000}
     cases: dict[Candidate, Problem] = {}
+    legal: list[Case] = []
     for mask, dim, return_lse in itertools.product(MASKS, (64, 72), (False, True)):
         problem = Problem(**shape, **mask, head_dim_qk=dim, head_dim_v=dim, return_lse=return_lse)  # type: ignore[arg-type]
-        chosen = {}
-        if device.has_tma:
-            legal = [candidate for candidate in space.candidates(problem, device) if candidate.variant.backend == "triton"]
-            chosen = {candidate.variant: candidate for candidate in reversed(legal)}
         # The search does not choose to scale first, a call with a negative scale does.
-        for default in both_scales(space.portable_default(problem, device)):
-            chosen[default.variant] = default
-        cases |= dict.fromkeys(chosen.values(), problem)
-    return list(cases.items())
+        cases |= dict.fromkeys(both_scales(space.portable_default(problem, device)), problem)
+        if device.has_tma:
+            first: dict[Variant, Candidate] = {}
+            for candidate in space.candidates(problem, device):
+                if candidate.variant.backend == "triton":
+                    first.setdefault(candidate.variant, candidate)
+            legal += [(candidate, problem) for candidate in first.values()]
+    return covered(cases, legal)
 
 
 def specialised(device: Device) -> list[Case]:
     """Kernels in Gluon: the default of each mask and head dim, and as many others as bring each two choices together in one."""
     shape = {"heads_q": 16, "heads_kv": 4, "seqlen_q": 1024}
-    legal: dict[Case, frozenset[object]] = {}
     cases: dict[Candidate, Problem] = {}
+    legal: list[Case] = []
     # With few tiles their order is not a choice. Keys that are no multiple of a block are cut in more places.
     for mask, dim, batch, seqlen_kv in itertools.product(MASKS, (64, 72, 128, 256), (4, 1), (1024, 1048)):
         problem = Problem(**shape, **mask, batch=batch, seqlen_kv=seqlen_kv, head_dim_qk=dim, head_dim_v=dim)  # type: ignore[arg-type]
@@ -60,13 +62,8 @@ def specialised(device: Device) -> list[Case]:
                 first[candidate.variant, candidate.config.block_m] = candidate  # the last one has the most keys in a block
         for candidate, return_lse in itertools.product(itertools.chain(*map(both_scales, first.values())), (False, True)):
             stored = replace(candidate, variant=replace(candidate.variant, store_lse=return_lse))
-            legal[stored, replace(problem, return_lse=return_lse)] = pairs(stored, problem)
-    missing = frozenset[object]().union(*legal.values()).difference(*(pairs(*case) for case in cases.items()))
-    while missing:
-        candidate, problem = max((case for case in legal if case[0] not in cases), key=lambda case: len(legal[case] & missing))
-        cases[candidate] = problem
-        missing -= legal[candidate, problem]
-    return list(cases.items())
+            legal.append((stored, replace(problem, return_lse=return_lse)))
+    return covered(cases, legal)
 
 
 def backward(device: Device) -> list[Case]:
@@ -106,10 +103,22 @@ def both_scales(candidate: Candidate) -> list[Candidate]:
     return [candidate, replace(candidate, variant=replace(candidate.variant, scale_first=True))]
 
 
+def covered(cases: dict[Candidate, Problem], legal: list[Case]) -> list[Case]:
+    """The cases, and legal ones on top until each two choices that stand together in a legal one stand together in some case."""
+    pairs_of = {case: pairs(*case) for case in legal}
+    missing = frozenset[object]().union(*pairs_of.values()).difference(*(pairs(*case) for case in cases.items()))
+    while missing:
+        best = max((case for case in legal if case[0] not in cases), key=lambda case: len(pairs_of[case] & missing))
+        cases |= [best]
+        missing -= pairs_of[best]
+    return list(cases.items())
+
+
 def pairs(candidate: Candidate, problem: Problem) -> frozenset[object]:
-    """Each two of the choices that decide the machine code of a hopper kernel."""
-    choices = {field.name: getattr(candidate.variant, field.name) for field in fields(Variant)}
-    choices |= {"dim": problem.head_dim_qk, "block_m": candidate.config.block_m, "cuts": constants_of(candidate, problem)["CUTS"]}
+    """Each two of the choices that decide the machine code of a forward kernel."""
+    choices = {field.name: getattr(candidate.variant, field.name) for field in fields(Variant)} | {"dim": problem.head_dim_qk}
+    if candidate.variant.backend == "hopper":
+        choices |= {"block_m": candidate.config.block_m, "cuts": constants_of(candidate, problem)["CUTS"]}
     return frozenset(itertools.combinations(choices.items(), 2))
 
 
