@@ -7,6 +7,7 @@ hand-picked candidates and measured times are data from here.
 import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +44,11 @@ def data(records: Iterable[Record]) -> dict[str, Any]:
     measured = _measured(records)
     devices = dict(DEVICES) | {name: device for name, (device, _) in measured.items() if name not in DEVICES}
     candidates: dict[Candidate, int] = {}
-    defaults = {name: candidates.setdefault(each, len(candidates)) for name, each in _defaults(devices).items()}
+    defaults = {
+        f"{name} {which}": candidates.setdefault(each, len(candidates))
+        for name, device in devices.items()
+        for which, each in _defaults(device).items()
+    }
     rows = []
     for _, of_device in measured.values():
         for row, candidate in of_device:
@@ -65,11 +70,11 @@ def _constants(module: ModuleType) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name.isupper() and isinstance(value, (int, float, dict))}
 
 
-def _defaults(devices: dict[str, Device]) -> dict[str, Candidate]:
+@cache
+def _defaults(device: Device) -> dict[str, Candidate]:
+    """The hand-picked candidates of a device, by "head_dim dtype mask direction backend"."""
     picked = {}
-    for (name, device), dim, dtype, mask, direction in itertools.product(
-        devices.items(), HEAD_DIMS, ("bfloat16", "float32"), ("full", "causal"), DIRECTIONS
-    ):
+    for dim, dtype, mask, direction in itertools.product(HEAD_DIMS, ("bfloat16", "float32"), ("full", "causal"), DIRECTIONS):
         problem = Problem(
             direction=direction,
             batch=1,
@@ -83,7 +88,7 @@ def _defaults(devices: dict[str, Device]) -> dict[str, Candidate]:
             mask=mask,
         )
         for candidate in (space.default(problem, device), space.portable_default(problem, device)):
-            picked[f"{name} {dim} {dtype} {mask} {direction} {candidate.variant.backend}"] = candidate
+            picked[f"{dim} {dtype} {mask} {direction} {candidate.variant.backend}"] = candidate
     return picked
 
 

@@ -133,10 +133,9 @@ def test_its_estimates_are_those_of_cost(open_page: Callable[..., Any], chartles
 def test_shared_memory_is_shown_whole(open_page: Callable[..., Any], chartless: Path) -> None:
     page = open_page(chartless, "#device=h200&d=64&dir=backward")
     total = page.evaluate("model.guess(chosen().candidate, problemAt(state.seqlen), device()).smem_bytes")
-    parts = page.evaluate(
-        "model.smemParts(chosen().candidate, problemAt(state.seqlen), device()).map(([, bytes, copies]) => bytes * copies)"
-    )
-    assert sum(parts) == total
+    parts = page.evaluate("model.smemParts(chosen().candidate, problemAt(state.seqlen), device())")
+    assert sum(size * copies for _, size, copies in parts) == total
+    assert page.inner_text("#smem_size") == page.evaluate(f"`${{kib({total})}} of 227 KB`")
 
 
 # ---- what it says ----------------------------------------------------------------------------------------------------------
@@ -156,7 +155,7 @@ def test_measured_times_are_scaled_to_the_heads(open_page: Callable[..., Any], c
     page = open_page(chartless, "#device=h200&mask=causal&h=16")
     bars = page.inner_text("#bars")
     assert "395 µs" in bars and "474 µs" in bars, bars  # of 2 x 16 heads
-    assert "cuDNN" in bars and "flashgen is 1.20x faster" in bars
+    assert "cuDNN" in bars and "flashgen is 1.20x as fast" in bars
     assert "winner" in page.inner_text("#base")
     page.click("#lengths button")
     page.wait_for_function("location.hash.includes('n=4096')")
