@@ -124,6 +124,7 @@ def _limit(summary: Summary) -> dict[str, Any] | None:
         "name": NAMES[summary.limit.bound],
         "share": summary.limit.share,
         "shares": dict(summary.limit.shares),
+        "counted_shares": summary.counted_shares,
         "waves": summary.limit.waves,
         "lift": None
         if lift is None

@@ -6,7 +6,7 @@ bound. Where all are below LEAST of the time, kernels wait for what comes one af
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flashgen import cost, space
 from flashgen.candidate import Candidate
@@ -29,7 +29,8 @@ LEAST = 0.4  # of the time, as in Estimate.bound
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Where the time of one call goes, by the model: seconds of each limit, which overlap, so that their sum says nothing."""
+    """Where the time of one call goes, by the model: seconds of each limit, which overlap, so that their sum says nothing. time_s may be
+    one that was measured."""
 
     time_s: float
     seconds: Mapping[str, float]
@@ -117,8 +118,21 @@ def limit_of(record: Record) -> Limit | None:
     works = cost.works(record.candidate, record.problem, record.device, measurement.resources)
     longest = max(works, key=lambda work: work.compute_s)
     shares = {name: min(1.0, taken / time_s) for name, taken in of.seconds.items()}
-    share = max(shares[unit] for unit in UNITS) if of.bound == "latency" else shares[of.bound]
-    return Limit(bound=of.bound, share=share, shares=shares, waves=longest.waves, kernels=len(works))
+    bound = replace(of, time_s=time_s).bound
+    share = max(shares[unit] for unit in UNITS) if bound == "latency" else shares[bound]
+    return Limit(bound=bound, share=share, shares=shares, waves=longest.waves, kernels=len(works))
+
+
+def counted_shares(record: Record) -> dict[str, float]:
+    """Of a counted row, the shares that the device counted, where counters and model speak of the same: not of shared memory, which
+    warpgroup products read past the counted pipe, nor of waves and launches."""
+    counters = record.measurement.counters
+    if counters is None:
+        return {}
+    found = {unit: counters.mean(f"{unit}_share") for unit in ("tensor", "exp", "issue")}
+    if counters.dram_bytes is not None and counters.time_us:
+        found["dram"] = counters.dram_bytes / record.device.dram_bytes_per_s / (counters.time_us * 1e-6)
+    return {unit: share for unit, share in found.items() if share is not None}
 
 
 def lift_of(record: Record, rows: Mapping[Candidate, Record]) -> Lift | None:

@@ -12,7 +12,7 @@ from flashgen.device import Device
 from flashgen.problem import DIRECTIONS, Problem
 from flashgen.record import Record, Status
 from flashgen.report.knobs import Importance, importances
-from flashgen.report.limits import NAMES, Lift, Limit, lift_of, limit_of
+from flashgen.report.limits import NAMES, Lift, Limit, counted_shares, lift_of, limit_of
 from flashgen.report.units import tflops
 
 # Predicted and skipped rows are no failures, counted rows no trials; a peer that does not apply is not a row at all.
@@ -94,6 +94,11 @@ class Summary:
         return None if self.winner is None else limit_of(self.winner)
 
     @cached_property
+    def counted_shares(self) -> dict[str, float]:
+        """The shares of the limits that the device's counters tell of."""
+        return {} if self.counted is None else counted_shares(self.counted)
+
+    @cached_property
     def lift(self) -> Lift | None:
         """The nearest candidate that the winner's bound would not hold; None where the model knows of none."""
         return None if self.winner is None else lift_of(self.winner, {row.candidate: row for row in self.trials if row.candidate})
@@ -104,6 +109,8 @@ class Summary:
         if self.winner is None or self.limit is None:
             return ""
         text = f"Held by {self.limit}."
+        if self.limit.bound in self.counted_shares:
+            text += f" The device counted {self.counted_shares[self.limit.bound]:.0%}."
         if self.lift is None:
             return f"{text} By the model none of the legal candidates would lift that."
         took = f"{self.lift.slowdown:.2f}x the time by the model"

@@ -365,7 +365,7 @@ def test_counted_rows_are_no_trials() -> None:
     best, other = rows.record(100.0), rows.candidates(1)[0]
 
     def counted(second: int, cache: str = "cold", candidate: Candidate | None = None) -> Record:
-        function = FunctionCounters(name="attention_forward", dram_read_bytes=2e8, dram_write_bytes=1e8)
+        function = FunctionCounters(name="attention_forward", dram_read_bytes=2e8, dram_write_bytes=1e8, time_us=125.0, tensor_share=0.6)
         measurement = Measurement(status=Status.COUNTED, counters=Counters(functions=(function,), cache=cache))
         return replace(rows.record(100.0, candidate=candidate, second=second), measurement=measurement)
 
@@ -376,6 +376,9 @@ def test_counted_rows_are_no_trials() -> None:
     (problem,) = Page(report.html(records)).data
     assert {"name": "DRAM", "bytes": 3e8, "kind": "counted", "us": 62.5} in problem["levels"]
     assert problem["counters"]["functions"][0]["name"] == "attention_forward"
+    assert summary.counted_shares == {"tensor": 0.6, "dram": 3e8 / 4.8e12 / 125e-6}
+    assert summary.limit is not None and summary.limit.bound == "tensor"
+    assert "The device counted 60%." in summary.why_not_faster
 
 
 # ---- comparison ------------------------------------------------------------------------------------------------------
