@@ -107,8 +107,8 @@ def unevenness(
 
 @lru_cache(maxsize=16384)
 def unevenness_of_keys(problem: Problem, block_n: int, head_group: int, num_sms: int, programs: int) -> tuple[float, float]:
-    """The same for a backward kernel's blocks of keys, each of which walks the queries of all heads that read its keys. They are launched
-    from the first to the last: under a causal mask the first one is the longest."""
+    """The same for a portable backward kernel's blocks of keys, each of which walks the queries of all heads that read its keys. They are
+    launched from the first to the last: under a causal mask the first one is the longest."""
     walked = walk_queries(problem, block_n, block_n)
     heads_per_kv = problem.heads_q // problem.heads_kv
     weights = [span * heads_per_kv + _QUERIES_OF_A_TILE for span in walked.spans]
@@ -219,10 +219,7 @@ def key_block_lists(candidate: Candidate, problem: Problem, programs: int) -> tu
     """The same for a backward hopper kernel: blocks of keys of each program, those first that most queries see. A block is
     head * num_key_blocks + key_block, with the head of K and V counted through the batch."""
     config = candidate.config
-    starts = range(0, problem.seqlen_kv, config.block_n)
-    parts = [row_tiles_walked(problem, start, config.block_m, config.block_n) for start in starts]
-    group = problem.heads_q // problem.heads_kv
-    works = [group * (end - first) + _TILES_OF_A_KEY_BLOCK for first, _, _, end in parts]
+    works = _works_of_keys(problem, config.block_m, config.block_n)
     order = sorted(range(len(works)), key=lambda block: -works[block])
     return _dealt(works, order, problem.batch * problem.heads_kv, config.head_group, programs)
 
@@ -245,10 +242,25 @@ def _dealt(works: Sequence[float], order: Sequence[int], heads: int, head_group:
 def imbalance(problem: Problem, block_m: int, block_n: int, longest_first: bool, head_group: int, programs: int) -> float:
     """Work of the busiest program of `tile_lists`, relative to the mean. Of many groups of heads only the last ones are simulated."""
     works = _works(problem, block_m, block_n)
-    total = sum(works) * problem.batch * problem.heads_q
     if longest_first:
         works.reverse()
-    groups = head_groups(problem.batch * problem.heads_q, head_group, len(works), programs)
+    return _imbalance(works, problem.batch * problem.heads_q, head_group, programs)
+
+
+@lru_cache(maxsize=4096)
+def imbalance_of_keys(problem: Problem, block_m: int, block_n: int, head_group: int, programs: int) -> float:
+    """The same of `key_block_lists`."""
+    works = sorted(_works_of_keys(problem, block_m, block_n), reverse=True)
+    return _imbalance(works, problem.batch * problem.heads_kv, head_group, programs)
+
+
+def _imbalance(works: Sequence[float], heads: int, head_group: int, programs: int) -> float:
+    if not works:
+        return 1.0
+    if min(works) == max(works):
+        tiles = heads * len(works)
+        return math.ceil(tiles / programs) * programs / tiles
+    groups = head_groups(heads, head_group, len(works), programs)
     first = len(groups)
     while first and sum(groups[first:]) * len(works) < 8 * programs:
         first -= 1
@@ -257,13 +269,20 @@ def imbalance(problem: Problem, block_m: int, block_n: int, longest_first: bool,
         for work in works:
             for _ in range(group):
                 heapq.heapreplace(loads, loads[0] + work)
-    return max(loads) * programs / total
+    return max(loads) * programs / (heads * sum(works))
 
 
 def _works(problem: Problem, block_m: int, block_n: int) -> list[float]:
     """Work of each row block of a head, in blocks of keys."""
     rows = range(0, problem.seqlen_q, block_m)
     return [blocks_walked(problem, row, block_m, block_n)[1] + _BLOCKS_OF_A_TILE for row in rows]
+
+
+def _works_of_keys(problem: Problem, block_m: int, block_n: int) -> list[float]:
+    """Work of each block of keys of a head, in row tiles of all query heads that read it."""
+    group = problem.heads_q // problem.heads_kv
+    parts = (row_tiles_walked(problem, start, block_m, block_n) for start in range(0, problem.seqlen_kv, block_n))
+    return [group * (end - first) + _TILES_OF_A_KEY_BLOCK for first, _, _, end in parts]
 
 
 @lru_cache(maxsize=1024)

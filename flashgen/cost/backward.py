@@ -19,6 +19,7 @@ from flashgen.schedule import (
     DQ_ROWS,
     WARPGROUP_ROWS,
     Walk,
+    imbalance_of_keys,
     specialised_dims,
     tile_dim,
     unevenness,
@@ -31,13 +32,14 @@ from flashgen.schedule import (
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """A program's work on one block of what it walks: so many pairs of query and key, cycles of an SM by unit (issue without the cut of a
-    mask), and the rest as in `Work`."""
+    mask), cycles that it waits besides, and the rest as in `Work`."""
 
     pairs: int
     flops: float
     smem_bytes: float
     l2_bytes: float
     units: dict[str, float]
+    wait: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +49,7 @@ class _Loop:
     heads, rounds  how many own rows, and how many times each walks.
     own_bytes      of DRAM, once for each head; walked_bytes once if L2 holds them.
     programs       on an SM at one time.
-    busiest        (program, SM): their time relative to the mean.
+    busiest        (program, SM): their time relative to the mean of all SMs.
     """
 
     step: _Step
@@ -94,7 +96,14 @@ class _Model:
         query_bytes = problem.seqlen_q * heads_per_kv * (self._row_bytes + 8)
         if self.candidate.variant.fused:  # zeros out of L2 or not, and what was added to them
             query_bytes += 2 * problem.seqlen_q * heads_per_kv * self._scratch_row_bytes
-        programs = self._programs(self.heads_kv * walked.row_blocks)
+        blocks = self.heads_kv * walked.row_blocks
+        programs = self._programs(blocks)
+        if self.hopper:  # a program walks several blocks of keys, one after another
+            busy = max(1, min(device.num_sms, blocks))
+            even = imbalance_of_keys(problem, config.block_m, config.block_n, config.head_group, busy) * device.num_sms / busy
+            busiest = even, even
+        else:
+            busiest = unevenness_of_keys(problem, config.block_n, config.head_group, device.num_sms, programs)
         return _Loop(
             step=self._dkdv_step(),
             walked=walked,
@@ -103,7 +112,7 @@ class _Model:
             own_bytes=2 * problem.seqlen_kv * self._row_bytes,  # K and V, dk and dv
             walked_bytes=query_bytes,
             programs=programs,
-            busiest=unevenness_of_keys(problem, config.block_n, config.head_group, device.num_sms, programs),
+            busiest=busiest,
         )
 
     def dq(self) -> _Loop:
@@ -141,19 +150,23 @@ class _Model:
             handed = 0
         columns = 2 * (dim_qk + dim_v)
         issue = pairs * self.fitted.issue_per_pair / 32
-        reduced = 0
+        wait = 2 * self.fitted.load_latency if config.num_stages == 1 else 0.0  # for Q, then for dO
+        if variant.fused or variant.split_roles:
+            wait += self.fitted.exchange_latency
+        reduced, adding = 0, 0.0
         if variant.fused:
             columns += dim_qk
             part = dq_columns(block_m, dim_qk)
             handed += pairs * size
             read += 2 * block_n * (WARPGROUP_ROWS + part) * size  # dS^T and K, of both warpgroups
             reduced = 2 * WARPGROUP_ROWS * part * 4
+            adding = reduced / self.fitted.reduce_rate / l2_bytes_per_cycle(self.device, self.fitted)
             handed += 2 * reduced  # into a buffer, and out of it
-            issue += reduced / 4 * self.fitted.issue_per_dq / 32
+            wait += adding  # out of one buffer, which the next step wants to write
         loaded = block_m * (dim_qk + dim_v) * size
         l2_bytes = block_m * (self._row_bytes + 8)
-        l2 = (l2_bytes + reduced / self.fitted.reduce_rate) / l2_bytes_per_cycle(self.device, self.fitted)
-        return self._hopper_step(pairs, 2.0 * pairs * columns, read + handed + loaded, l2_bytes + reduced, l2, issue)
+        l2 = l2_bytes / l2_bytes_per_cycle(self.device, self.fitted) + adding
+        return self._hopper_step(pairs, 2.0 * pairs * columns, read + handed + loaded, l2_bytes + reduced, l2, issue, wait)
 
     def _dq_step(self, rows: int, keys: int) -> _Step:
         if not self.hopper:
@@ -166,9 +179,9 @@ class _Model:
         l2_bytes = keys * self._row_bytes
         l2 = l2_bytes / l2_bytes_per_cycle(self.device, self.fitted)
         issue = pairs * self.fitted.issue_per_pair / 32
-        return self._hopper_step(pairs, 2.0 * pairs * (2 * dim_qk + dim_v), read + loaded, l2_bytes, l2, issue)
+        return self._hopper_step(pairs, 2.0 * pairs * (2 * dim_qk + dim_v), read + loaded, l2_bytes, l2, issue, 0.0)
 
-    def _hopper_step(self, pairs: int, flops: float, smem_bytes: float, l2_bytes: float, l2: float, issue: float) -> _Step:
+    def _hopper_step(self, pairs: int, flops: float, smem_bytes: float, l2_bytes: float, l2: float, issue: float, wait: float) -> _Step:
         """Of two warpgroups; issue: of one of four schedulers, but for what each warp does besides."""
         device, fitted = self.device, self.fitted
         units = {
@@ -178,7 +191,7 @@ class _Model:
             "smem": smem_bytes / device.smem_bytes_per_clock,
             "l2": l2,
         }
-        return _Step(pairs=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units)
+        return _Step(pairs=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units, wait=wait)
 
     def _portable_step(self, gathered: tuple[int, ...]) -> _Step:
         """block_n rows that a program owns, and block_m others: scores and their gradients, and a sum for each of the gathered columns."""
@@ -213,19 +226,19 @@ class _Model:
             "l2": l2_bytes / l2_bytes_per_cycle(device, fitted),
         }
         flops = 2.0 * pairs * (dim_qk + dim_v + sum(gathered))
-        return _Step(pairs=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units)
+        wait = fitted.portable_backward_latency
+        if warpgroups and beside > 1:
+            wait += loaded / fitted.beside_rate
+        return _Step(pairs=pairs, flops=flops, smem_bytes=smem_bytes, l2_bytes=l2_bytes, units=units, wait=wait)
 
     def _cycles(self, step: _Step, programs: int, cut_issue: float) -> float:
         """Of an SM, for one step of one program."""
         fitted, units = self.fitted, step.units | {"issue": step.units["issue"] + cut_issue}
-        wait = spill_wait(self.candidate, self.resources, fitted)
-        stages = self.candidate.config.num_stages
+        wait = step.wait + spill_wait(self.candidate, self.resources, fitted)
         if not self.hopper:
-            wait += fitted.block_latency + (2 * fitted.load_latency if stages == 1 else fitted.drain_latency if stages == 2 else 0.0)
             return cycles_of_block(fitted, units, wait, programs, self.candidate.config.num_warps)
         # As in a forward hopper kernel two warpgroups fill each other's waits; here they also wait for each other.
-        wait += fitted.backward_latency + (fitted.load_latency if stages == 1 else 0.0)
-        products = contended(units["tensor"], units["smem"], fitted) / 2
+        products = contended(units["tensor"], units["smem"], fitted.backward_smem_contention) / 2
         softmax = (units["exp"] + units["issue"]) / 2
         alone = products + softmax + wait
         return max(*units.values(), alone + fitted.warpgroup_meeting * (products**2 + softmax**2) / alone)
@@ -250,7 +263,8 @@ class _Model:
         # Heads that are walked together stay in L2 from wave to wave as far as they fit.
         together = min(loop.heads, max(config.head_group, math.ceil(slots / max(1, walked.row_blocks))))
         again = missed(together * loop.walked_bytes, self.device, fitted) * (max(1.0, together * walked.row_blocks / slots) - 1)
-        dram_bytes = loop.heads * (loop.own_bytes + loop.walked_bytes * (1 + again))
+        reread_bytes = loop.heads * loop.walked_bytes * again
+        dram_bytes = loop.heads * (loop.own_bytes + loop.walked_bytes) + reread_bytes
         sm_hz = self.device.num_sms * hz(self.device, fitted)
         seconds = {unit: blocks * cycles / sm_hz for unit, cycles in step.units.items()}
         seconds["issue"] += masked * cut_issue / sm_hz
@@ -262,7 +276,7 @@ class _Model:
             l2_bytes=step.l2_bytes * blocks + loop.heads * loop.own_bytes,
             dram_bytes=dram_bytes,
             seconds=seconds,
-            compute_s=total / sm_hz * uneven,
+            compute_s=total / sm_hz * uneven + fitted.reread_wait * dram_s(reread_bytes, self.device, fitted),
             uneven=uneven,
             waves=tiles / slots,
         )

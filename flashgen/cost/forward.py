@@ -183,7 +183,7 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     wait = spill_wait(candidate, resources, fitted)
     if config.num_stages == 1:
         wait += fitted.load_latency
-    products = contended(units["tensor"], units["smem"], fitted)
+    products = contended(units["tensor"], units["smem"], fitted.smem_contention)
     meeting = fitted.ping_pong_meeting if variant.ping_pong else fitted.warpgroup_meeting
     sharing = walked / loaded  # warpgroups at a block, in the mean: fewer where some of them skip it, and wait for the others
 

@@ -86,7 +86,6 @@ def cycles_of_block(fitted: Calibration, units: dict[str, float], wait: float, p
     return max(*units.values(), (alone + (together - 1) * met) / together / side_by_side)
 
 
-def contended(tensor: float, smem: float, fitted: Calibration) -> float:
-    """Cycles of products of a hopper kernel whose operands lie in shared memory."""
-    power = fitted.smem_contention
+def contended(tensor: float, smem: float, power: float) -> float:
+    """Cycles of products of a hopper kernel whose operands lie in shared memory: the larger, and more where both are much the same."""
     return float((tensor**power + smem**power) ** (1 / power))

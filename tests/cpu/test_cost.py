@@ -388,23 +388,42 @@ FASTEST = {
 }
 
 
-def searched():
+def searched(file="nvidia_h200_searched.jsonl"):
     """Problems with the microseconds of each candidate that a search tried on an H200 (Triton 3.6, 2026-11-30), of both backends."""
-    lines = (Path(__file__).resolve().parent.parent / "measured" / "nvidia_h200_searched.jsonl").read_text().splitlines()
+    lines = (Path(__file__).resolve().parent.parent / "measured" / file).read_text().splitlines()
     rows = [json.loads(line) for line in lines]
     return [
         (Problem.from_dict(row["problem"]), {Candidate.from_dict(fields): time_us for fields, time_us in row["measured"]}) for row in rows
     ]
 
 
+def errors_of(measured, backend):
+    return [
+        abs(cost.estimate(each, problem, H200).time_s * 1e6 / time_us - 1)
+        for problem, times in measured
+        for each, time_us in times.items()
+        if each.variant.backend == backend
+    ]
+
+
+def ranked(measured):
+    """Of each problem: the rank correlation of predicted and measured times, and how many were predicted to beat what is best; among the
+    first three predicted is one within 1 % of the best, and the first one and the best are hopper kernels."""
+    correlations, ranks = [], []
+    for problem, times in measured:
+        predicted = {each: cost.estimate(each, problem, H200).time_s for each in times}
+        correlations.append(rank_correlation([predicted[each] for each in times], list(times.values())))
+        best = min(times, key=times.__getitem__)
+        ranks.append(sum(time_s < predicted[best] for time_s in predicted.values()))
+        first = sorted(times, key=predicted.__getitem__)[:3]
+        assert min(times[each] for each in first) < 1.01 * times[best]
+        assert all(each.variant.backend == "hopper" for each in (first[0], best))
+    return correlations, ranks
+
+
 def test_hopper_kernels_come_out_near_their_measured_time():
     """From run to run, and so from problem to problem, the same kernels moved by up to 15 %."""
-    errors = [
-        abs(cost.estimate(each, problem, H200).time_s * 1e6 / time_us - 1)
-        for problem, times in searched()
-        for each, time_us in times.items()
-        if each.variant.backend == "hopper"
-    ]
+    errors = errors_of(searched(), "hopper")
     assert len(errors) > 250
     assert statistics.median(errors) < 0.05
     assert statistics.quantiles(errors, n=10)[-1] < 0.15
@@ -412,15 +431,7 @@ def test_hopper_kernels_come_out_near_their_measured_time():
 
 def test_candidates_that_a_search_tried_are_ranked():
     """These are no random sample: the model chose most of them, so many are all but equal, and chance alone orders those."""
-    correlations, ranks = [], []
-    for problem, times in searched():
-        predicted = {each: cost.estimate(each, problem, H200).time_s for each in times}
-        correlations.append(rank_correlation([predicted[each] for each in times], list(times.values())))
-        best = min(times, key=times.__getitem__)
-        ranks.append(sum(time_s < predicted[best] for time_s in predicted.values()))
-        first = sorted(times, key=predicted.__getitem__)[:3]
-        assert min(times[each] for each in first) < 1.01 * times[best]
-        assert all(each.variant.backend == "hopper" for each in (*first, best))
+    correlations, ranks = ranked(searched())
     assert statistics.mean(correlations) > 0.75
     assert sum(rank < 3 for rank in ranks) > 0.75 * len(ranks)
 
@@ -518,36 +529,45 @@ def backward(head_dim=128, mask="full", fused=True, **numbers):
     return Candidate(variant=variant, config=Config(**values))
 
 
-# TFLOP/s of a kernel of this design, with what runs before and after it (H200, 2026-11-29), medians of three rounds.
-@pytest.mark.parametrize(
-    ("head_dim", "mask", "seqlen", "measured"),
-    [
-        (128, "full", 512, 364),
-        (128, "full", 1024, 458),
-        (128, "full", 2048, 537),
-        (128, "full", 4096, 580),
-        (128, "causal", 4096, 530),
-        (128, "full", 8192, 615),
-        (128, "causal", 8192, 590),
-        (128, "full", 16384, 623),
-        (128, "causal", 16384, 615),
-        (64, "full", 8192, 536),
-        (64, "causal", 8192, 506),
-    ],
-)
-def test_backward_kernels_come_out_near_their_measured_speed(head_dim, mask, seqlen, measured):
-    problem = cell(head_dim, mask, seqlen, direction="backward")
-    estimate = cost.estimate(backward(head_dim, mask), problem, H200)
-    assert tflops(estimate, problem) == pytest.approx(measured, rel=0.06)
-    assert estimate.bound == ("dram" if seqlen == 512 else "smem")
+BACKWARD = "nvidia_h200_backward.jsonl"
 
 
-# FlashAttention's CuTe kernel, which is fused, has 381 and 372; C++ FlashAttention-3 480 (H200, 16k keys, from its pull request 2889).
+@pytest.mark.parametrize(("backend", "few", "median", "most"), [("hopper", 110, 0.05, 0.15), ("triton", 75, 0.1, 0.3)])
+def test_backward_kernels_come_out_near_their_measured_time(backend, few, median, most):
+    """From run to run the same kernels moved by up to 12 %."""
+    errors = errors_of(searched(BACKWARD), backend)
+    assert len(errors) > few
+    assert statistics.median(errors) < median
+    assert statistics.quantiles(errors, n=10)[-1] < most
+
+
+def test_backward_candidates_that_a_search_tried_are_ranked():
+    correlations, ranks = ranked(searched(BACKWARD))
+    assert statistics.mean(correlations) > 0.87
+    assert all(rank < 3 for rank in ranks)
+    assert sum(rank == 0 for rank in ranks) > 0.75 * len(ranks)
+
+
+@pytest.mark.parametrize(("seqlen", "bound"), [(512, "dram"), (8192, "smem")])
+def test_what_limits_a_fused_backward_kernel(seqlen, bound):
+    problem = cell(seqlen=seqlen, direction="backward")
+    assert cost.estimate(backward(), problem, H200).bound == bound
+
+
+# Relative to four heads at a time, in one run that took them in turns (causal, 8k keys, H200, 2026-11-30): head dim 128 fused, 256 apart.
+@pytest.mark.parametrize(("head_dim", "head_group", "measured"), [(128, 1, 1.024), (128, 8, 1.014), (256, 1, 1.052), (256, 8, 1.016)])
+def test_four_heads_are_walked_together(head_dim, head_group, measured):
+    """Of one head the programs end less evenly, and of eight L2 does not hold what they walk."""
+    problem = cell(head_dim, "causal", direction="backward")
+    four, other = (cost.estimate(backward(head_dim, "causal", head_group=group), problem, H200) for group in (4, head_group))
+    assert other.time_s / four.time_s == pytest.approx(measured, abs=0.02)
+    assert other.time_s > 1.005 * four.time_s
+
+
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_wide_heads_have_seven_products(mask):
     problem = cell(256, mask, 16384, direction="backward")
     estimate = cost.estimate(backward(256, mask), problem, H200)
-    assert 330 < tflops(estimate, problem) < 530
     assert estimate.flops == pytest.approx(7 / 5 * problem.flops, rel=0.02)
 
 
@@ -579,7 +599,7 @@ def test_what_fusing_costs_and_gains():
     problem = cell(direction="backward")
     fused, apart = (cost.estimate(backward(fused=fused), problem, H200) for fused in (True, False))
     assert fused.flops == problem.flops and apart.flops == 7 / 5 * problem.flops
-    assert 1.3 * fused.time_s < apart.time_s < 1.6 * fused.time_s  # at most 5 / 7 of the speed
+    assert 1.15 * fused.time_s < apart.time_s < 1.4 * fused.time_s  # measured 1.26 (H200, 2026-11-30)
     scratch = 32 * 8192 * 128 * 4
     assert 4 * scratch < fused.dram_bytes - apart.dram_bytes + 32 * 8192 * 128 * 2 * 6 < 6 * scratch
     keys = 8192 / 128

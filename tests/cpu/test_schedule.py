@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashgen import schedule
@@ -217,3 +217,26 @@ def test_every_block_of_keys_is_owned_once(problem, head_group, programs):
     blocks = problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / 128)
     assert len(lists) == programs
     assert sorted(block for each in lists for block in each) == list(range(blocks))
+
+
+@settings(deadline=None)
+@given(problem=problems, tile=st.sampled_from([(64, 128), (128, 128), (64, 64)]), head_group=st.sampled_from([1, 4]))
+@example(problem=cell(128, 8192), tile=(64, 128), head_group=4)
+@example(problem=cell(64, 1024), tile=(128, 128), head_group=1)
+@example(problem=cell(256, 2048, "full"), tile=(64, 64), head_group=1)
+def test_the_imbalance_of_key_blocks_that_the_cost_model_sees_is_that_of_the_lists(problem, tile, head_group):
+    block_m, block_n = tile
+    candidate = Candidate(
+        variant=Variant(family="backward", backend="hopper", load="tma"),
+        config=Config(block_m=block_m, block_n=block_n, num_warps=8, num_stages=2, head_group=head_group),
+    )
+    key_blocks = math.ceil(problem.seqlen_kv / block_n)
+    programs = min(SMS, problem.batch * problem.heads_kv * key_blocks)
+
+    def work(block):
+        first, _, _, end = schedule.row_tiles_walked(problem, block % key_blocks * block_n, block_m, block_n)
+        return problem.heads_q // problem.heads_kv * (end - first) + 1.0
+
+    own = [sum(map(work, blocks)) for blocks in schedule.key_block_lists(candidate, problem, programs)]
+    seen = schedule.imbalance_of_keys(problem, block_m, block_n, head_group, programs)
+    assert seen == pytest.approx(max(own) * programs / sum(own), abs=0.01)
