@@ -174,3 +174,12 @@ def test_bound_is_below_what_was_measured(head_dim, mask, seqlen, tflops):
         batch=2, heads_q=heads, heads_kv=heads, seqlen_q=seqlen, seqlen_kv=seqlen, head_dim_qk=head_dim, head_dim_v=head_dim, mask=mask
     )
     assert theory.bound_s(cell, Device.named("h200")) < cell.flops / (tflops * 1e12)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_causal_mask_halves_what_grows_with_the_square_of_the_length_for_flash_attention_alone(direction):
+    full, causal = (theory.layer(65536, 128, 32, H100, direction=direction, causal=causal) for causal in (False, True))
+    once = theory.flash_elements(65536, 128, float("inf"), direction)
+    assert causal.flash_elements - once == pytest.approx((full.flash_elements - once) / 2)
+    assert causal.flash_time_s == pytest.approx(full.flash_time_s / 2)
+    assert (causal.standard_elements, causal.standard_time_s) == (full.standard_elements, full.standard_time_s)
