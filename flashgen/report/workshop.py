@@ -6,7 +6,7 @@ hand-picked candidates and measured times are data from here.
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -15,7 +15,7 @@ from flashgen import __version__, cost, resources, schedule, space
 from flashgen.candidate import Candidate
 from flashgen.device import DEVICES, Device
 from flashgen.problem import DIRECTIONS, Problem
-from flashgen.record import Record
+from flashgen.record import Counters, Record
 from flashgen.report import document
 from flashgen.report.summary import describe, peer_name, summarize, time_us
 from flashgen.space import hopper_backward, triton
@@ -40,28 +40,33 @@ def data(records: Iterable[Record]) -> dict[str, Any]:
     devices     by short name, or by key for a device of the records that has none; fields as in Device.
     defaults    place in candidates of the hand-picked one, by "device head_dim dtype mask direction backend"; for N 8192 and 32 heads.
     measured    a row for each winner and peer of a problem with one length, one head dim, and as many heads of keys as of queries.
+    counted     a row for each kernel that ran under a profiler with cold caches, of such problems; bytes of all heads.
     """
-    measured = _measured(records)
-    devices = dict(DEVICES) | {name: device for name, (device, _) in measured.items() if name not in DEVICES}
+    rows = list(records)
+    timed, counted = _timed(rows), _counted(rows)
+    devices = dict(DEVICES) | {
+        _name(record.device): record.device for _, record in [*timed, *counted] if _name(record.device) not in DEVICES
+    }
     candidates: dict[Candidate, int] = {}
     defaults = {
         f"{name} {which}": candidates.setdefault(each, len(candidates))
         for name, device in devices.items()
         for which, each in _defaults(device).items()
     }
-    rows = []
-    for _, of_device in measured.values():
-        for row, candidate in of_device:
-            place = None if candidate is None else candidates.setdefault(candidate, len(candidates))
-            rows.append(row | {"candidate": place})
+
+    def row(record: Record, **more: Any) -> dict[str, Any]:
+        candidate = record.candidate
+        return _place(record) | {"candidate": None if candidate is None else candidates.setdefault(candidate, len(candidates))} | more
+
     return {
         "devices": {name: dataclasses.asdict(device) for name, device in devices.items()},
         "calibration": dataclasses.asdict(cost.CALIBRATION),
         "constants": _constants(schedule) | _constants(resources) | _constants(triton),
         "hopper_backward_tiles": hopper_backward.TILES,
-        "candidates": [dataclasses.asdict(each.variant) | dataclasses.asdict(each.config) for each in candidates],
         "defaults": defaults,
-        "measured": rows,
+        "measured": [row(record, name=name, us=time_us(record)) for name, record in timed],
+        "counted": [row(record, dram_bytes=each.dram_bytes, l2_bytes=each.l2_bytes) for each, record in counted],
+        "candidates": [dataclasses.asdict(each.variant) | dataclasses.asdict(each.config) for each in candidates],
     }
 
 
@@ -92,34 +97,45 @@ def _defaults(device: Device) -> dict[str, Candidate]:
     return picked
 
 
-def _measured(records: Iterable[Record]) -> dict[str, tuple[Device, list[tuple[dict[str, Any], Candidate | None]]]]:
-    """By device: rows as the page draws them, and their candidates."""
-    names = {device.key: name for name, device in DEVICES.items()}
-    found: dict[str, tuple[Device, list[tuple[dict[str, Any], Candidate | None]]]] = {}
+def _timed(records: Sequence[Record]) -> list[tuple[str, Record]]:
+    """Winners and peers, by name."""
+    found = []
     for summary in summarize(records):
-        problem = summary.problem
-        if (summary.is_predicted_only and not summary.peers) or not _is_plain(problem):
-            continue
-        key = summary.device.key
-        _, rows = found.setdefault(names.get(key, key), (summary.device, []))
-        winner = [] if summary.winner is None else [("flashgen", summary.winner)]
-        for name, record in (*winner, *((peer_name(peer), peer) for peer in summary.peers)):
-            row = {
-                "device": names.get(key, key),
-                "name": name,
-                "what": describe(record),
-                "direction": problem.direction,
-                "dtype": problem.dtype,
-                "causal": problem.mask == "causal",
-                "head_dim": problem.head_dim_qk,
-                "seqlen": problem.seqlen_q,
-                "heads": problem.batch * problem.heads_q,
-                "us": time_us(record),
-                "gpu": record.provenance.gpu,
-                "date": record.provenance.utc[:10],
-            }
-            rows.append((row, record.candidate))
+        if _is_plain(summary.problem):
+            found += [("flashgen", summary.winner)] if summary.winner is not None else []
+            found += [(peer_name(peer), peer) for peer in summary.peers]
     return found
+
+
+def _counted(records: Sequence[Record]) -> list[tuple[Counters, Record]]:
+    """The newest count of each kernel."""
+    found: dict[tuple[str, str, Candidate | None], tuple[Counters, Record]] = {}
+    for record in sorted(records, key=lambda record: record.provenance.utc):
+        counters = record.measurement.counters
+        if counters is not None and counters.cache == "cold" and _is_plain(record.problem):
+            found[record.device.key, record.problem.key, record.candidate] = counters, record
+    return list(found.values())
+
+
+def _name(device: Device) -> str:
+    return next((name for name, known in DEVICES.items() if known.key == device.key), device.key)
+
+
+def _place(record: Record) -> dict[str, Any]:
+    """Of which choice of the controls a row is, and where it comes from."""
+    problem = record.problem
+    return {
+        "device": _name(record.device),
+        "direction": problem.direction,
+        "dtype": problem.dtype,
+        "causal": problem.mask == "causal",
+        "head_dim": problem.head_dim_qk,
+        "seqlen": problem.seqlen_q,
+        "heads": problem.batch * problem.heads_q,
+        "what": describe(record),
+        "gpu": record.provenance.gpu,
+        "date": record.provenance.utc[:10],
+    }
 
 
 def _is_plain(problem: Problem) -> bool:

@@ -15,7 +15,7 @@ from flashgen import cost, resources, space, theory
 from flashgen.candidate import Candidate
 from flashgen.device import DEVICES
 from flashgen.problem import DIRECTIONS, Problem
-from flashgen.record import Record
+from flashgen.record import Counters, FunctionCounters, Measurement, Record, Status
 from flashgen.report import document, workshop
 from tests.browser.conftest import PHONE
 from tests.cpu import rows
@@ -31,11 +31,14 @@ def stated(seqlen: int = 8192, heads: int = 32, **changes: Any) -> Problem:
 
 
 def measured() -> list[Record]:
-    """A winner and a peer on an H200 at two lengths, forward and causal, in batches."""
+    """A winner, as measured and as counted, and a peer on an H200 at two lengths, forward and causal, in batches."""
     found = []
     for seqlen, us in ((4096, 410.0), (8192, 790.0)):
         problem = stated(seqlen, heads=16, batch=16384 // seqlen, mask="causal")
-        found += [rows.record(us, of=problem), rows.peer("cudnn", 1.2 * us, of=problem)]
+        winner = rows.record(us, of=problem)
+        function = FunctionCounters(name="", dram_read_bytes=2e8, dram_write_bytes=1e8, l2_read_bytes=4e9, l2_write_bytes=2e8)
+        counted = Measurement(status=Status.COUNTED, counters=Counters(functions=(function,)))
+        found += [winner, rows.peer("cudnn", 1.2 * us, of=problem), replace(winner, measurement=counted)]
     return found
 
 
@@ -157,6 +160,10 @@ def test_measured_times_are_scaled_to_the_heads(open_page: Callable[..., Any], c
     assert "395 µs" in bars and "474 µs" in bars, bars  # of 2 x 16 heads
     assert "cuDNN" in bars and "flashgen is 1.20x as fast" in bars
     assert "winner" in page.inner_text("#base")
+    assert "counted by the GPU" in page.inner_text("#traffic_legend")
+    page.select_option("#base", "winner")
+    page.wait_for_function("document.getElementById('levels').innerText.includes('counted')")
+    assert "150.0 MB" in page.inner_text("#levels") or "150 MB" in page.inner_text("#levels")  # of 2 x 16 heads
     page.click("#lengths button")
     page.wait_for_function("location.hash.includes('n=4096')")
     assert "Nothing was measured on this device" in open_page(chartless, "#mask=causal").inner_text("#measured")

@@ -15,7 +15,7 @@ from flashgen.cli import app
 from flashgen.database import Database
 from flashgen.device import DEVICES
 from flashgen.problem import Problem
-from flashgen.record import Record
+from flashgen.record import Counters, FunctionCounters, Measurement, Record, Status
 from flashgen.report import workshop
 from tests.cpu import rows
 
@@ -49,6 +49,17 @@ def test_measured_rows_are_winners_and_peers_of_problems_that_the_controls_state
     (other,) = (row for row in made["measured"] if row["device"] != "h200")
     assert made["devices"][other["device"]]["name"] == "NVIDIA Other"
     assert f"{other['device']} 128 bfloat16 causal forward hopper" in made["defaults"]
+
+
+def test_counted_rows_are_the_newest_of_each_kernel_with_cold_caches(records: list[Record]) -> None:
+    def counted(dram_bytes: float, second: int, cache: str = "cold") -> Record:
+        functions = tuple(FunctionCounters(name=name, dram_read_bytes=dram_bytes, dram_write_bytes=1.0) for name in ("one", "other"))
+        measurement = Measurement(status=Status.COUNTED, counters=Counters(functions=functions, cache=cache))
+        return replace(rows.record(500, second=second), measurement=measurement)
+
+    made = workshop.data([*records, counted(5.0, 2), counted(7.0, 1), counted(9.0, 3, "warm")])
+    (row,) = made["counted"]
+    assert (row["dram_bytes"], row["l2_bytes"], row["heads"]) == (12.0, None, 64)
 
 
 def test_candidates_are_whole(records: list[Record]) -> None:
