@@ -8,9 +8,10 @@ from flashgen.report.braille import Plot
 from flashgen.report.units import quantity, times
 
 
-def layer_table(layer: theory.LayerModel, seqlen: int, head_dim: int, heads: int, device: Device, direction: str) -> Table:
+def layer_table(layer: theory.LayerModel, seqlen: int, head_dim: int, heads: int, device: Device, direction: str, causal: bool) -> Table:
     """Standard attention and FlashAttention side by side."""
-    title = f"N = {seqlen}, head dim {head_dim}, {heads} heads, bf16, {direction}, on {device.name}"
+    mask = ", causal" if causal else ""
+    title = f"N = {seqlen}, head dim {head_dim}, {heads} heads, bf16, {direction}{mask}, on {device.name}"
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     table.add_column("")
     for name in ("standard", "flash", "ratio"):
@@ -31,10 +32,10 @@ def layer_table(layer: theory.LayerModel, seqlen: int, head_dim: int, heads: int
     return table
 
 
-def layer_plot(seqlen: int, head_dim: int, device: Device, sram_bytes: float | None, direction: str) -> Plot:
+def layer_plot(seqlen: int, head_dim: int, device: Device, sram_bytes: float | None, direction: str, causal: bool) -> Plot:
     """Traffic per head against sequence length, log-log, with the chosen length marked."""
     lengths = sorted({2**power for power in range(8, 18)} | {seqlen})
-    layers = [(length, theory.layer(length, head_dim, 1, device, sram_bytes=sram_bytes, direction=direction)) for length in lengths]
+    layers = [(length, theory.layer(length, head_dim, 1, device, sram_bytes, direction=direction, causal=causal)) for length in lengths]
     return Plot(
         series={
             "standard": [(length, layer.standard_elements) for length, layer in layers],

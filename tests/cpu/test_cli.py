@@ -334,6 +334,7 @@ def test_model() -> None:
     assert round(answer("model", "--seqlen", "8192", "--head-dim", "64")["traffic_ratio"], 1) == 39.7
     assert answer("model", "--seqlen", "8192", "--sram-kb", "114")["traffic_ratio"] < data["traffic_ratio"]
     assert round(answer("model", "--seqlen", "8192", "--direction", "backward")["traffic_ratio"], 1) == 10.4
+    assert answer("model", "--seqlen", "8192", "--causal")["flash_time_s"] == data["flash_time_s"] / 2
 
 
 def test_model_for_people() -> None:
