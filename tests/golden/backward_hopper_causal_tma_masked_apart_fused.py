@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # band        query i sees key j exactly if j - i <= band_high
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a warpgroup's product
-LEAST_SCALE = tl.constexpr(1e-30)  # stands for 0, by which -lse could not be divided
+LEAST_SCALE = gl.constexpr(1e-30)  # stands for 0, by which -lse could not be divided
 
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -209,6 +209,15 @@ def halves(tile):
     return tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
+@gluon.jit
+def in_order_of_registers(tile):
+    """A product (64, columns) as (columns * 2, 32), in which each thread holds groups of four neighbours: no data moves, and shared
+    memory takes it without conflicts."""
+    COLUMNS: gl.constexpr = tile.shape[1]
+    flat = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS * 2, 32])
+    return gl.convert_layout(flat, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]), assert_trivial=True)
+
+
 # ---- dk and dv: a program owns blocks of BLOCK_N keys, one after another, and walks the row tiles that see them ---------------
 
 
@@ -363,14 +372,11 @@ def issue_dq(exchange, hand, k_memory, WARPGROUP: gl.constexpr, BLOCK_M: gl.cons
 
 @gluon.jit
 def add_to_sum(dq, dq_tiles, sum_row, memory, WARPGROUP: gl.constexpr):
-    """Adds a warpgroup's share of a tile's dq to dq_sum, in which each thread's registers are groups of four neighbours: no data moves, and
-    shared memory takes it without conflicts."""
-    COLUMNS: gl.constexpr = dq.shape[1]
-    flat = dq.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS * 2, 32])
+    """Adds a warpgroup's share of a tile's dq to dq_sum."""
     tma.store_wait(0)  # the memory may still be read for an earlier tile
-    memory.store(gl.convert_layout(flat, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]), assert_trivial=True))
+    memory.store(in_order_of_registers(dq))
     fence_async_shared()
-    async_add(dq_tiles, [sum_row + WARPGROUP * (COLUMNS * 2), 0], memory)
+    async_add(dq_tiles, [sum_row + WARPGROUP * memory.shape[0], 0], memory)
 
 
 @gluon.jit
@@ -480,7 +486,7 @@ def attention_backward_dkdv(
     sizes = (seqlen_q, seqlen_kv, band_high, 0)
     own = schedule + gl.program_id(0) * schedule_width * 8
     heads = (heads_q, heads_per_kv)
-    factor = gl.where(gl.abs(scale) < 1e-30, 1e-30, scale) * LOG2_E  # as in rows
+    factor = gl.where(gl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale) * LOG2_E  # as in rows
     # The first entry runs on the kernel's own four warps, the second on four more, and the producer on one.
     gl.warp_specialize(
         [

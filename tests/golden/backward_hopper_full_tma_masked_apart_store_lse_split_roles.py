@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 #             the others cut, which says that some of their pairs of query and key are not visible, or do not exist
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)  # of a warpgroup's product
-LEAST_SCALE = tl.constexpr(1e-30)  # stands for 0, by which -lse could not be divided
+LEAST_SCALE = gl.constexpr(1e-30)  # stands for 0, by which -lse could not be divided
 K_SLOTS = gl.constexpr(2)  # of the loop of dq
 
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
@@ -216,6 +216,15 @@ def halves(tile):
     return tile.reshape([ROWS, 2, tile.shape[1] // 2]).permute((0, 2, 1)).split()
 
 
+@gluon.jit
+def in_order_of_registers(tile):
+    """A product (64, columns) as (columns * 2, 32), in which each thread holds groups of four neighbours: no data moves, and shared
+    memory takes it without conflicts."""
+    COLUMNS: gl.constexpr = tile.shape[1]
+    flat = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS * 2, 32])
+    return gl.convert_layout(flat, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]), assert_trivial=True)
+
+
 # ---- dk and dv: a program owns blocks of BLOCK_N keys, one after another, and walks the row tiles that see them ---------------
 
 
@@ -381,15 +390,6 @@ def dscores_consumer(dk_out, schedule, memory, barriers, heads, scale, BLOCK_D: 
 
 
 @gluon.jit
-def in_order_of_registers(tile):
-    """A product (64, columns) as (columns * 2, 32), in which each thread holds groups of four neighbours: no data moves, and shared
-    memory takes it without conflicts."""
-    COLUMNS: gl.constexpr = tile.shape[1]
-    flat = tile.reshape([4, 2, 8, COLUMNS // 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([COLUMNS * 2, 32])
-    return gl.convert_layout(flat, gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]), assert_trivial=True)
-
-
-@gluon.jit
 def from_order_of_registers(memory, COLUMNS: gl.constexpr):
     """The opposite, out of shared memory."""
     flat = memory.load(gl.BlockedLayout([1, 4], [4, 8], [4, 1], [1, 0]))
@@ -442,7 +442,7 @@ def attention_backward_dkdv(
     sizes = (seqlen_q, seqlen_kv, 0, 0)
     own = schedule + gl.program_id(0) * schedule_width * 8
     heads = (heads_q, heads_per_kv)
-    factor = gl.where(gl.abs(scale) < 1e-30, 1e-30, scale) * LOG2_E  # as in rows
+    factor = gl.where(gl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale) * LOG2_E  # as in rows
     # The first entry runs on the kernel's own four warps, the second on four more, and the producer on one.
     gl.warp_specialize(
         [
@@ -585,7 +585,7 @@ def attention_backward_dq(
     head, row_block = place_of(gl.program_id(0), num_heads, row_blocks, HEAD_GROUP)
     head_q = head % heads_q
     place = (head // heads_q, head_q, head_q // heads_per_kv, head * gl.cdiv(seqlen_q, BLOCK_M), row_block * (2 * ROWS))
-    factor = gl.where(gl.abs(scale) < 1e-30, 1e-30, scale) * LOG2_E  # as in rows
+    factor = gl.where(gl.abs(scale) < LEAST_SCALE, LEAST_SCALE, scale) * LOG2_E  # as in rows
     # The first entry runs on the kernel's own four warps, the second on four more, and the producer on one.
     gl.warp_specialize(
         [
