@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from flashgen import check, launch, space
-from flashgen.build import CompilePool, build, constants_of
+from flashgen.build import build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
+from tests.gpu import awkward
 from tests.gpu.awkward import DIMS, LENGTHS, MASKS
 
 pytestmark = [
@@ -37,38 +38,13 @@ def structures(mask: str, dims: str) -> list[Candidate]:
 
 
 def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
-    """Heads and layout differ from one problem to the next."""
-    chance = random.Random(f"{mask} {dims} {seqlen_q}")
-    heads_q, heads_kv = chance.choice([(2, 2), (6, 2), (4, 1)])
-    return Problem(
-        batch=2,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        head_dim_qk=DIMS[dims][0],
-        head_dim_v=DIMS[dims][1],
-        dtype="float16" if mask in ("top left", "window") else "bfloat16",
-        layout=chance.choice(["bhsd", "bshd"]),
-        return_lse=True,
-        **MASKS[mask],
-    )
+    return awkward.problem(mask, dims, seqlen_q, seqlen_kv, direction="forward", return_lse=True)
 
 
 @functools.cache
 def compiled() -> None:
-    """Compiles the kernels of all tests on all cores, each once, so that each test finds them in Triton's cache."""
-    device = Device.current()
-    wanted: dict[object, tuple[Candidate, Problem]] = {}
-    for mask, dims, lengths in itertools.product(MASKS, DIMS, LENGTHS):
-        stated = problem(mask, dims, *lengths)
-        for candidate in structures(mask, dims):
-            wanted.setdefault((candidate, dims, tuple(constants_of(candidate, stated).items())), (candidate, stated))
-    with CompilePool() as pool:
-        for candidate, stated in wanted.values():
-            pool.submit(candidate, stated, device)
-        for _ in pool.results():
-            pass
+    cases = itertools.product(MASKS, DIMS, LENGTHS)
+    awkward.compile_all((each, problem(mask, dims, *lengths)) for mask, dims, lengths in cases for each in structures(mask, dims))
 
 
 @pytest.mark.parametrize("dims", DIMS)

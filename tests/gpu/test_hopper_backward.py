@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 import zlib
 from dataclasses import replace
 
@@ -10,10 +9,11 @@ import pytest
 import torch
 
 from flashgen import check, launch, space
-from flashgen.build import CompilePool, build
+from flashgen.build import build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.problem import Problem
+from tests.gpu import awkward
 from tests.gpu.awkward import DIMS, LENGTHS, MASKS
 
 pytestmark = [
@@ -33,39 +33,14 @@ def structures(stated: Problem) -> list[Candidate]:
 
 
 def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
-    """Heads and layout differ from one problem to the next, and whether the LSE has a gradient from one mask to the next."""
-    chance = random.Random(f"{mask} {dims} {seqlen_q}")
-    heads_q, heads_kv = chance.choice([(2, 2), (6, 2), (4, 1)])
-    return Problem(
-        direction="backward",
-        batch=2,
-        heads_q=heads_q,
-        heads_kv=heads_kv,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        head_dim_qk=DIMS[dims][0],
-        head_dim_v=DIMS[dims][1],
-        dtype="float16" if mask in ("top left", "window") else "bfloat16",
-        layout=chance.choice(["bhsd", "bshd"]),
-        return_lse=mask in ("causal", "both sides"),
-        **MASKS[mask],
-    )
+    """Whether the LSE has a gradient differs from one mask to the next."""
+    return awkward.problem(mask, dims, seqlen_q, seqlen_kv, direction="backward", return_lse=mask in ("causal", "both sides"))
 
 
 @functools.cache
 def compiled() -> None:
-    """Compiles the kernels of all tests on all cores, each once, so that each test finds them in Triton's cache."""
-    device = Device.current()
-    wanted: dict[object, tuple[Candidate, Problem]] = {}
-    for mask, dims, lengths in itertools.product(MASKS, DIMS, LENGTHS):
-        stated = problem(mask, dims, *lengths)
-        for candidate in structures(stated):
-            wanted.setdefault((candidate, dims), (candidate, stated))
-    with CompilePool() as pool:
-        for candidate, stated in wanted.values():
-            pool.submit(candidate, stated, device)
-        for _ in pool.results():
-            pass
+    problems = (problem(mask, dims, *lengths) for mask, dims, lengths in itertools.product(MASKS, DIMS, LENGTHS))
+    awkward.compile_all((each, stated) for stated in problems for each in structures(stated))
 
 
 @pytest.mark.parametrize("dims", DIMS)
