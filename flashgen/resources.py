@@ -6,7 +6,7 @@ from flashgen.candidate import Candidate, Config
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
-from flashgen.schedule import DQ_KEYS, DQ_ROWS, MOST_PART, WARPGROUP_ROWS, specialised_dims, tile_dim
+from flashgen.schedule import DQ_KEYS, DQ_ROWS, MOST_PART, WARPGROUP_ROWS, dq_v_slots, specialised_dims, tile_dim
 
 # Registers of a thread, fitted to what Triton 3.6's compiler says for sm_90a.
 _BESIDE = 15  # accumulators, scores and probabilities
@@ -101,9 +101,8 @@ def _backward_smem_bytes(candidate: Candidate, problem: Problem, device: Device 
             total += DSCORE_BUFFERS[block_m] * block_n * block_m * size + 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
         if variant.fused:
             return total + _BARRIERS
-        # Of dq: Q and dO stay; K has two slots, and V two where they fit.
-        v_slots = 1 if dim_qk + dim_v > 384 else 2
-        of_dq = (DQ_ROWS * (dim_qk + dim_v) + DQ_KEYS * (2 * dim_qk + v_slots * dim_v)) * size
+        # Of dq: Q and dO stay; K and V have slots.
+        of_dq = (DQ_ROWS * (dim_qk + dim_v) + DQ_KEYS * (2 * dim_qk + dq_v_slots(problem) * dim_v)) * size
         return max(total, of_dq) + _BARRIERS
     row_bytes = (tile_dim(problem.head_dim_qk) + tile_dim(problem.head_dim_v)) * size
     # What is walked has num_stages buffers, or one less where products read registers (mma.sync) and a tile is free once it was read.

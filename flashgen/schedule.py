@@ -317,6 +317,16 @@ def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[in
     return 0 if low is None else max(row + low, 0) // block_n, math.ceil(end / block_n)
 
 
+def key_blocks(problem: Problem, block_n: int) -> int:
+    """Blocks of keys of all heads, each of which one program of a backward kernel owns."""
+    return problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / block_n)
+
+
+def dq_v_slots(problem: Problem) -> int:
+    """Slots for V, beside two for K, where dq has a loop of its own in a backward hopper kernel: two where they fit."""
+    return 1 if sum(specialised_dims(problem)) > 384 else 2
+
+
 def row_tiles_walked(problem: Problem, key: int, block_m: int, block_n: int) -> tuple[int, int, int, int]:
     """(first, whole_from, whole_to, end) of the tiles of block_m queries that see some of the keys from this one on, block_n of them at
     most: those from whole_from to whole_to see all block_n."""

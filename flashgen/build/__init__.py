@@ -13,7 +13,7 @@ from flashgen.build.binary import ptxas_log, sass_mix
 from flashgen.build.kernel import Function, Kernel, build, constants_of
 from flashgen.build.modules import CacheInfo, cache_info, clear_cache
 from flashgen.build.pool import CompilePool
-from flashgen.build.standalone import export
+from flashgen.build.standalone import export, stated
 
 __all__ = [
     "CacheInfo",
@@ -27,4 +27,5 @@ __all__ = [
     "export",
     "ptxas_log",
     "sass_mix",
+    "stated",
 ]

@@ -9,13 +9,13 @@ from typing import Any
 
 from flashgen import resources
 from flashgen.build import binary, modules
-from flashgen.candidate import Candidate
+from flashgen.candidate import Candidate, Variant
 from flashgen.device import Device
 from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
-from flashgen.schedule import MOST_PART, WARPGROUP_ROWS, cuts, least_stages, skips, specialised_dims, tile_dim
+from flashgen.schedule import DQ_KEYS, MOST_PART, WARPGROUP_ROWS, cuts, dq_v_slots, least_stages, skips, specialised_dims, tile_dim
 
 TENSORS = ("q", "k", "v", "out")  # of forward kernels, in the order in which they are given
 GRADIENTS = ("dout", "dq", "dk", "dv")
@@ -186,8 +186,8 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
     columns = dim_qk if tensor.removeprefix("d") in ("q", "k") else dim_v
     if tensor == "rows_tiles":
         return [2 * block_m]
-    if tensor == "dq_tiles":  # a warpgroup's share of a tile: 64 rows, or half of the columns of 64
-        return [dim_qk * block_m // WARPGROUP_ROWS, 32]
+    if tensor == "dq_tiles":  # a warpgroup's share of a tile, 64 rows, in the order of its registers
+        return [2 * resources.dq_columns(block_m, dim_qk), 32]
     if entry == "attention_backward_dkdv":
         if tensor in ("dk", "dv"):  # through the memory of v, or each through that of its own
             return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, MOST_PART)]
@@ -198,41 +198,32 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
         if candidate.variant.backend == "triton":
             return [1, 1, block_m, columns]
     # A warpgroup of a hopper kernel reads and writes its own rows, and wide ones in parts.
-    return [1, 1, WARPGROUP_ROWS, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
+    return [1, 1, DQ_KEYS if tensor in ("k", "v") else WARPGROUP_ROWS, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
     """Numbers of a kernel by the names that its constexpr parameters have. Problems with the same ones, dtype, head dims and alignment
     share a kernel of the candidate."""
     config = candidate.config
-    constants = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "NUM_STAGES": config.num_stages}
-    if candidate.variant.backend == "hopper":
-        dim_qk, dim_v = specialised_dims(problem)
-        if candidate.variant.family == "backward":
-            return constants | {
-                "HEAD_DIM_QK": problem.head_dim_qk,
-                "HEAD_DIM_V": problem.head_dim_v,
-                "BLOCK_D_QK": dim_qk,
-                "BLOCK_D_V": dim_v,
-                "HEAD_GROUP": config.head_group,
-                "V_SLOTS": 1 if dim_qk + dim_v > 384 else 2,  # in the loop of dq, beside two of K
-            }
+    hopper = candidate.variant.backend == "hopper"
+    dim_qk, dim_v = specialised_dims(problem) if hopper else (tile_dim(problem.head_dim_qk), tile_dim(problem.head_dim_v))
+    constants = {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "NUM_STAGES": config.num_stages,
+        "BLOCK_D_QK": dim_qk,
+        "BLOCK_D_V": dim_v,
+    }
+    if hopper and candidate.variant.family == "forward":
         return constants | {
-            "BLOCK_D_QK": dim_qk,
-            "BLOCK_D_V": dim_v,
             "WARPGROUPS": config.block_m // WARPGROUP_ROWS,
             "Q_STAGES": config.q_stages,
             "CUTS": cuts(problem, config.block_m, config.block_n),
             "SKIPS": int(skips(problem, config.block_m, config.block_n)),
             "REGISTERS": resources.consumer_registers(config),
         }
-    return constants | {
-        "HEAD_DIM_QK": problem.head_dim_qk,
-        "HEAD_DIM_V": problem.head_dim_v,
-        "BLOCK_D_QK": tile_dim(problem.head_dim_qk),
-        "BLOCK_D_V": tile_dim(problem.head_dim_v),
-        "HEAD_GROUP": config.head_group,
-    }
+    constants |= {"HEAD_DIM_QK": problem.head_dim_qk, "HEAD_DIM_V": problem.head_dim_v, "HEAD_GROUP": config.head_group}
+    return constants | ({"V_SLOTS": dq_v_slots(problem)} if hopper else {})
 
 
 def options_of(candidate: Candidate) -> dict[str, int]:
@@ -244,8 +235,10 @@ def options_of(candidate: Candidate) -> dict[str, int]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _is_gluon(function: Any) -> bool:
-    """A hopper module has functions of both kinds."""
+def _is_gluon(function: Any, variant: Variant) -> bool:
+    """A hopper module has functions of both kinds, others have none."""
+    if variant.backend != "hopper":
+        return False
     from triton.experimental.gluon._runtime import GluonJITFunction
 
     return isinstance(function, GluonJITFunction)
@@ -253,7 +246,8 @@ def _is_gluon(function: Any) -> bool:
 
 def _described(function: Any, candidate: Candidate, problem: Problem) -> dict[str, list[int]]:
     """Parameters that are TMA descriptors, and their blocks."""
-    if candidate.variant.load != "tma" or (candidate.variant.family == "backward" and not _is_gluon(function)):
+    variant = candidate.variant
+    if variant.load != "tma" or (variant.backend == "hopper" and not _is_gluon(function, variant)):
         return {}
     names = (name for name in function.arg_names if name in (*TENSORS, *GRADIENTS, *SCRATCH_TILES))
     return {name: block_of(name, candidate, problem, function.__name__) for name in names}
@@ -276,13 +270,14 @@ def _compiled(
 
     modules.compiled_dir()
     source = ASTSource
-    if _is_gluon(function):
+    gluon = _is_gluon(function, candidate.variant)
+    if gluon:
         from triton.experimental.gluon._runtime import GluonASTSource
 
         source = GluonASTSource
     types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
     for name, block in described.items():
-        types[name] = _descriptor(block, "float32" if name in SCRATCH_TILES else problem.dtype, _is_gluon(function))
+        types[name] = _descriptor(block, "float32" if name in SCRATCH_TILES else problem.dtype, gluon)
     multiples: dict[str, int] = {}
     if problem.aligned_16:
         # What autograd gives as the gradient of a log-sum-exp, and what a caller has kept of it, may begin anywhere.
@@ -333,10 +328,10 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
 def _descriptor(block: list[int], dtype: str, gluon: bool) -> str:
     """Triton's name for the type of a TMA descriptor; Gluon's has the layout of a block in shared memory, as TMA writes it and products
     read it."""
-    from triton.experimental.gluon import language as gl
-
     if not gluon:
         return f"tensordesc<{ELEMENTS[dtype]}{block}>"
+    from triton.experimental.gluon import language as gl
+
     if len(block) == 1:
         layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     else:

@@ -99,7 +99,7 @@ def source_text(kernel: Kernel, device: Device) -> str:
         band_low=low,
         band_high=high,
         mask_words=_mask_words(problem),
-        command=_command(problem, device),
+        command=(*stated(problem), *(f"--device {name}" for name, known in DEVICES.items() if known == device), "--out DIR"),
     )
     return tidy(environment().get_template("launcher.py.jinja").render(launcher=launcher))
 
@@ -174,9 +174,10 @@ def _stem(candidate: Candidate, problem: Problem, device: Device) -> str:
     return re.sub(r"\W+", "_", f"attention_{ELEMENTS[problem.dtype]}_{mask}_d{dims}_{device.arch}")
 
 
-def _command(problem: Problem, device: Device) -> tuple[str, ...]:
-    """The options that state this problem and device on the command line."""
-    words = [f"--dtype {ELEMENTS[problem.dtype]}"]
+def stated(problem: Problem) -> list[str]:
+    """The options that state a problem on the command line, but for tensors that are not aligned, which none does."""
+    words = [] if problem.direction == "forward" else [f"--direction {problem.direction}"]
+    words.append(f"--dtype {ELEMENTS[problem.dtype]}")
     for name, sides in (("batch", ("batch",)), ("heads", ("q", "kv")), ("seqlen", ("q", "kv")), ("head_dim", ("qk", "v"))):
         values = [getattr(problem, name if name == side else f"{name}_{side}") for side in sides]
         option = "--" + name.replace("_", "-")
@@ -187,7 +188,4 @@ def _command(problem: Problem, device: Device) -> tuple[str, ...]:
         words.append("--window " + ",".join("-1" if side is None else str(side) for side in problem.window))
     if problem.layout != "bhsd":
         words.append(f"--layout {problem.layout}")
-    if problem.return_lse:
-        words.append("--return-lse")
-    words += [f"--device {name}" for name, known in DEVICES.items() if known == device]
-    return (*words, "--out DIR")
+    return words + ["--" + name.replace("_", "-") for name in ("return_lse", "deterministic") if getattr(problem, name)]

@@ -67,8 +67,7 @@ class DifferentiablePlan:
             self.problem,
             direction="backward",
             return_lse=kept.dlse is not None,
-            aligned_16=aligned
-            and all(strides_aligned(tensor) for tensor in (*kept.strided, *(gradient for gradient in gradients if gradient is not None))),
+            aligned_16=aligned and all(strides_aligned(tensor) for tensor in kept.strided_with(gradients)),
             deterministic=deterministic,
         )
         run = self.choose(problem, kept, gradients, scale)

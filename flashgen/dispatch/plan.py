@@ -149,7 +149,7 @@ class Planner:
             )
 
         def run_once(choice: Choice) -> RunBackward:
-            wide = needs_wide_offsets((*kept.strided, *(gradient for gradient in gradients if gradient is not None)))
+            wide = needs_wide_offsets(kept.strided_with(gradients))
             run = prepare_backward(self._kernel(choice, problem, device, wide), problem, kept, device)
             run(*kept, *gradients, scale)
             return run

@@ -1,7 +1,7 @@
 """A backward Kernel + tensors -> BackwardLaunch: one function of the kernel after another."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from flashgen.launch.tensors import (
     strides_of,
 )
 from flashgen.problem import Problem
-from flashgen.schedule import WARPGROUP_ROWS, specialised_dims
+from flashgen.schedule import DQ_ROWS, key_blocks, specialised_dims
 from flashgen.space import MOST_GRID
 
 # Tensors that change from call to call, by the names of parameters, scratch memory last.
@@ -54,6 +54,10 @@ class BackwardInputs(NamedTuple):
     def strided(self) -> tuple[torch.Tensor, ...]:
         """Those whose strides are free."""
         return self.query, self.key, self.value, self.out, self.dout
+
+    def strided_with(self, gradients: Iterable[torch.Tensor | None]) -> list[torch.Tensor]:
+        """The same, with the gradients that are computed."""
+        return [*self.strided, *(gradient for gradient in gradients if gradient is not None)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
@@ -188,10 +192,10 @@ class BackwardLaunch:
             return self.programs
         config, problem = self.kernel.candidate.config, self.problem
         if function.name.endswith("dkdv"):
-            return problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / config.block_n)
+            return key_blocks(problem, config.block_n)
         rows = config.block_n
         if self.kernel.candidate.variant.backend == "hopper":
-            rows = 2 * WARPGROUP_ROWS if function.name.endswith("dq") else config.block_m
+            rows = DQ_ROWS if function.name.endswith("dq") else config.block_m
         shares = 2 if function.name.endswith("dq_convert") else 1
         return problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / rows) * shares
 
@@ -200,7 +204,7 @@ def bind_backward(candidate: Candidate, problem: Problem, inputs: BackwardInputs
     """Builds a candidate as these tensors and contiguous gradients need it, and prepares it for them: see `build` and
     `prepare_backward`, whose errors it raises."""
     gradients = [torch.empty(tensor.shape, device="meta") for tensor in inputs[:3]]
-    kernel = build(candidate, problem, device, wide_offsets=needs_wide_offsets((*inputs.strided, *gradients)))
+    kernel = build(candidate, problem, device, wide_offsets=needs_wide_offsets(inputs.strided_with(gradients)))
     return prepare_backward(kernel, problem, inputs, device)
 
 
@@ -237,8 +241,7 @@ def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, d
         index = where.index
         for function in kernel.functions:
             function.on(index)
-        key_blocks = problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / kernel.candidate.config.block_n)
-        programs = min(device.num_sms, key_blocks)
+        programs = min(device.num_sms, key_blocks(problem, kernel.candidate.config.block_n))
         if programs and any("schedule" in function.arg_names for function in kernel.functions):
             table = key_schedule(kernel.candidate, problem, programs, index)
             values |= {"schedule": table.data_ptr(), "schedule_width": table.shape[1]}
@@ -278,21 +281,19 @@ def _step(
     slots: list[tuple[int, int, Callable[[Any], Any] | None]] = []
     scale = None
     for name in function.arg_names:
-        called_with = SCRATCH_TILES.get(name, name)
+        place, called_with = len(arguments), SCRATCH_TILES.get(name, name)
+        arguments.append(values.get(name))
         if name == "scale":
-            scale = len(arguments)
+            scale = place
+        elif name in function.described:
+            somewhere = like.new_empty(512, dtype=torch.float32 if name in SCRATCH_TILES else like.dtype)
+            describe = describer(*views[name], function.described[name], somewhere.dtype)
+            slots.append((place, CALLED_WITH.index(called_with), encoder(function, loaded, name, describe, somewhere, encodes)))
+            arguments += expanded(describe, somewhere) if encodes else []
         elif called_with in CALLED_WITH:
-            describe = None
-            if name in function.described:
-                somewhere = like.new_empty(512, dtype=torch.float32 if name in SCRATCH_TILES else like.dtype)
-                described = describer(*views[name], function.described[name], somewhere.dtype)
-                describe = encoder(function, loaded, name, described, somewhere, encodes)
-            slots.append((len(arguments), CALLED_WITH.index(called_with), describe))
+            slots.append((place, CALLED_WITH.index(called_with), None))
         elif name not in values:
             raise TypeError(f"{function.name} has a parameter {name}, of which launch knows nothing")
-        arguments.append(values.get(name))
-        if encodes and name in function.described:
-            arguments += expanded(described, somewhere)
     return Step(enqueue=enqueue, arguments=arguments, scale=scale, slots=tuple(slots))
 
 

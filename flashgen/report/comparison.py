@@ -1,6 +1,6 @@
 """Two sets of rows side by side: databases, devices or Triton releases."""
 
-import math
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -103,7 +103,7 @@ def compare(
 
 def geomean(ratios: Sequence[float]) -> float | None:
     """None of nothing."""
-    return math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else None
+    return statistics.geometric_mean(ratios) if ratios else None
 
 
 def _place(summary: Summary, across_devices: bool) -> tuple[str, str]:

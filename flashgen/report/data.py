@@ -6,6 +6,7 @@ from typing import Any
 
 from flashgen import canonical, cost, space, theory
 from flashgen.counters.comparison import paper_bytes
+from flashgen.device import Device
 from flashgen.record import Estimate, Record
 from flashgen.render import render
 from flashgen.report.commands import commands
@@ -166,14 +167,20 @@ def _levels(summary: Summary) -> list[dict[str, Any]]:
         heads_bytes = problem.batch * problem.heads_q * problem.itemsize
         standard = theory.standard_elements(problem.seqlen_kv, problem.head_dim_qk, problem.direction) * heads_bytes
         rows += [("DRAM, FlashAttention", flash, "paper"), ("DRAM, standard attention", float(standard), "paper")]
-    rates = {
+    rates = _bytes_per_s(device)
+    return [
+        {"name": name, "bytes": moved, "kind": kind, "us": _short(moved / rates.get(name, rates["DRAM"]) * 1e6)}
+        for name, moved, kind in rows
+    ]
+
+
+def _bytes_per_s(device: Device) -> dict[str, float]:
+    """Bandwidths by level."""
+    return {
+        "DRAM": device.dram_bytes_per_s,
         "L2": device.l2_bytes_per_s,
         "shared memory": device.num_sms * device.smem_bytes_per_clock * device.boost_hz,
     }
-    return [
-        {"name": name, "bytes": moved, "kind": kind, "us": _short(moved / rates.get(name, device.dram_bytes_per_s) * 1e6)}
-        for name, moved, kind in rows
-    ]
 
 
 def _roofs(summary: Summary) -> dict[str, Any]:
@@ -193,11 +200,7 @@ def _roofs(summary: Summary) -> dict[str, Any]:
         ]
     return {
         "peak_tflops": device.flops_per_s(problem.dtype) / 1e12,
-        "bytes_per_s": {
-            "DRAM": device.dram_bytes_per_s,
-            "L2": device.l2_bytes_per_s,
-            "shared memory": device.num_sms * device.smem_bytes_per_clock * device.boost_hz,
-        },
+        "bytes_per_s": _bytes_per_s(device),
         "points": points,
     }
 

@@ -30,10 +30,12 @@ LEAST = 0.4  # of the time, as in Estimate.bound
 @dataclass(frozen=True, kw_only=True)
 class Account:
     """Where the time of one call goes, by the model: seconds of each limit, which overlap, so that their sum says nothing. time_s may be
-    one that was measured."""
+    one that was measured. waves are those of the longest kernel; kernels: how many are launched."""
 
     time_s: float
     seconds: Mapping[str, float]
+    waves: float
+    kernels: int
 
     @property
     def bound(self) -> str:
@@ -105,7 +107,8 @@ def account(candidate: Candidate, problem: Problem, device: Device, resources: R
         taken = max(work.compute_s * slower, work.seconds["dram"])
         time_s += taken
         seconds["waves"] += taken - max(work.compute_s * slower / work.uneven, work.seconds["dram"])
-    return Account(time_s=time_s, seconds=seconds)
+    waves = max(works, key=lambda work: work.compute_s).waves
+    return Account(time_s=time_s, seconds=seconds, waves=waves, kernels=len(works))
 
 
 def limit_of(record: Record) -> Limit | None:
@@ -115,12 +118,10 @@ def limit_of(record: Record) -> Limit | None:
     measurement = record.measurement
     of = account(record.candidate, record.problem, record.device, measurement.resources, measurement.sm_clock_mhz)
     time_s = of.time_s if measurement.median_us is None else measurement.median_us * 1e-6
-    works = cost.works(record.candidate, record.problem, record.device, measurement.resources)
-    longest = max(works, key=lambda work: work.compute_s)
     shares = {name: min(1.0, taken / time_s) for name, taken in of.seconds.items()}
     bound = replace(of, time_s=time_s).bound
     share = max(shares[unit] for unit in UNITS) if bound == "latency" else shares[bound]
-    return Limit(bound=bound, share=share, shares=shares, waves=longest.waves, kernels=len(works))
+    return Limit(bound=bound, share=share, shares=shares, waves=of.waves, kernels=of.kernels)
 
 
 def counted_shares(record: Record) -> dict[str, float]:

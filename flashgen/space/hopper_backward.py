@@ -84,7 +84,7 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
 def order_violations(candidate: Candidate, problem: Problem, device: Device) -> Iterator[Violation]:
     """Clauses about the order of work."""
     config = candidate.config
-    heads, tiles = problem.batch * problem.heads_kv, _tiles(problem, config.block_n)
+    heads, tiles = problem.batch * problem.heads_kv, schedule.key_blocks(problem, config.block_n)
     if config.head_group > max(1, heads):
         yield "head_group", f"is {config.head_group}, batch * heads_kv is {heads}"
     elif config.head_group > 1 and not is_ordered(problem, device, config.block_n):
@@ -94,7 +94,7 @@ def order_violations(candidate: Candidate, problem: Problem, device: Device) -> 
 
 def is_ordered(problem: Problem, device: Device, block_n: int) -> bool:
     """Whether the order of blocks of keys matters: they see unequal numbers of queries, and some SM has several."""
-    return problem.band != (None, None) and problem.seqlen_kv > block_n and _tiles(problem, block_n) > device.num_sms
+    return problem.band != (None, None) and problem.seqlen_kv > block_n and schedule.key_blocks(problem, block_n) > device.num_sms
 
 
 def pick(problem: Problem, device: Device) -> Candidate:
@@ -141,10 +141,6 @@ def _splits(problem: Problem) -> bool:
 
 def _may_fuse(problem: Problem) -> bool:
     return not problem.deterministic and max(schedule.specialised_dims(problem)) <= MOST_FUSED
-
-
-def _tiles(problem: Problem, block_n: int) -> int:
-    return problem.batch * problem.heads_kv * math.ceil(problem.seqlen_kv / block_n)
 
 
 def _longest_loop(problem: Problem, block_m: int) -> int:
