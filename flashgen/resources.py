@@ -19,11 +19,7 @@ _BESIDE_BACKWARD_MMA_SYNC = 137  # products take both operands from registers
 _BYTES_A_MISSING_REGISTER = 2.5
 _BESIDE_BACKWARD_HOPPER = 45  # of a consumer of a hopper one: right to 30; only 128 x 128 spill, 24 to 56 bytes
 _BESIDE_HOPPER = 25  # of a consumer of a hopper kernel, at least
-# More, with a window, whose three loops keep more bounds at hand: 192 x 128 at head dim 64 spills 128 to 264 bytes, 10 to 40 loads and
-# stores of them between two products, while 128 x 128 spills 16 at most, outside its loops (sm_90a, Triton 3.6 and 3.9).
-_WINDOW_HOPPER = 12
 _SPARE_HOPPER = 10  # more, that it takes if there are any
-_MASK_HOPPER = 20  # and with a mask
 
 # Buffers of score gradients in a fused backward kernel, by block_m: dq of a step is multiplied one step later.
 DSCORE_BUFFERS = {64: 4, 128: 3}
@@ -130,8 +126,8 @@ def consumer_registers(config: Config) -> int:
 def wanted_by_consumer(candidate: Candidate, problem: Problem) -> int:
     """Registers that a consumer's thread of a hopper kernel needs, for its accumulators, scores and weights. With more than it has, ptxas
     puts a wait behind every product (C7512), and spills."""
-    block_n, window = candidate.config.block_n, candidate.variant.mask == "window"
-    return specialised_dims(problem)[1] // 2 + block_n // 2 + block_n // 4 + _BESIDE_HOPPER + (_WINDOW_HOPPER if window else 0)
+    block_n = candidate.config.block_n
+    return specialised_dims(problem)[1] // 2 + block_n // 2 + block_n // 4 + _BESIDE_HOPPER
 
 
 def register_limit(candidate: Candidate, device: Device) -> int:
@@ -155,7 +151,7 @@ def guess(candidate: Candidate, problem: Problem, device: Device) -> Resources:
     limit = register_limit(candidate, device)
     if candidate.variant.backend == "hopper":
         least = float(wanted_by_consumer(candidate, problem))
-        wanted = least + _SPARE_HOPPER + (_MASK_HOPPER if masked else 0)
+        wanted = least + _SPARE_HOPPER
     else:
         threads = 32 * config.num_warps
         scores = config.block_m * config.block_n / threads

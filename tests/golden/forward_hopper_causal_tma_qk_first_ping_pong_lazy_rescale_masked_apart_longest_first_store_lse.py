@@ -184,16 +184,30 @@ def scaled(tile, factor):
 
 
 @gluon.jit
+def masked(scores, row_start, key_start, sizes):
+    """Scores (64, BLOCK_N), -inf where a row does not see the key.
+
+    A thread holds two of each eight keys. It compares where the eights begin, which are constants, with bounds for its two rows and two
+    places in an eight: four registers, where the numbers of its keys would take BLOCK_N / 4.
+    """
+    seqlen_q, seqlen_kv, band_high, band_low = sizes
+    eights = scores.reshape([ROWS, scores.shape[1] // 8, 8])
+    LAYOUT: gl.constexpr = eights.type.layout
+    starts = 8 * gl.arange(0, eights.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    places = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
+    rows = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
+    last = gl.minimum(rows + band_high, seqlen_kv - 1) - key_start
+    visible = starts <= (last - places)[:, None, :]
+    eights = gl.where(visible, eights, -float("inf"))
+    return gl.convert_layout(eights.reshape(scores.shape), scores.type.layout, assert_trivial=True)
+
+
+@gluon.jit
 def softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT: gl.constexpr):
     """Exponentials (64, BLOCK_N) of one block of scores, the factor for what was accumulated before it, and the new running maximum.
     Everything is in base 2: scale holds log2(e)."""
-    seqlen_q, seqlen_kv, band_high, band_low = sizes
     if CUT:
-        keys = gl.arange(0, scores.shape[1], gl.SliceLayout(0, scores.type.layout))
-        rows = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, scores.type.layout))
-        last = gl.minimum(rows + band_high, seqlen_kv - 1) - key_start
-        visible = keys[None, :] <= last[:, None]
-        scores = gl.where(visible, scores, -float("inf"))
+        scores = masked(scores, row_start, key_start, sizes)
     # The scale is not negative, so it may follow the maximum; the product then fuses with the subtraction.
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
     # Any reference will do that keeps exponentials in range: one that seldom moves spares most multiplications of the accumulator.
