@@ -108,6 +108,8 @@ class Config:
     persistent        the grid holds as many programs as fit on the device at once, and each walks over several row blocks;
                       else there is a program for each. The kernel is the same.
     q_stages          buffers for Q in a hopper kernel; with 2 the next tile's Q is loaded early.
+    packed_heads      how many query heads that share K and V have rows in a tile of a forward hopper kernel, as many each. More fill a tile
+                      where queries are few, and K and V are loaded once for all of them.
     """
 
     block_m: int
@@ -118,16 +120,22 @@ class Config:
     head_group: int = 1
     persistent: bool = False
     q_stages: int = 1
+    packed_heads: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.persistent, bool):
             raise ArgumentError(f"persistent is {self.persistent!r}; it must be True or False")
-        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group", "q_stages"):
+        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group", "q_stages", "packed_heads"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ArgumentError(f"{name} is {value!r}; it must be a whole number of at least 1")
         if self.maxnreg is not None and (type(self.maxnreg) is not int or self.maxnreg < 1):
             raise ArgumentError(f"maxnreg is {self.maxnreg!r}; it must be a whole number of at least 1, or None")
+
+    @property
+    def queries(self) -> int:
+        """Queries of a tile, of each of its heads."""
+        return self.block_m // self.packed_heads
 
     def __str__(self) -> str:
         text = f"{self.block_m}x{self.block_n} warps {self.num_warps} stages {self.num_stages}"
@@ -137,6 +145,8 @@ class Config:
             text += f" heads {self.head_group}"
         if self.q_stages != 1:
             text += f" Q stages {self.q_stages}"
+        if self.packed_heads != 1:
+            text += f" packed heads {self.packed_heads}"
         return text + " persistent" * self.persistent
 
 

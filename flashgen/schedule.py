@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from flashgen.candidate import Candidate
+from flashgen.candidate import Candidate, Config
 from flashgen.problem import Problem
 
 WARPGROUP_ROWS = 64  # of a product of one warpgroup
@@ -155,35 +155,47 @@ def specialised_dims(problem: Problem) -> tuple[int, int]:
     return max(64, tile_dim(problem.head_dim_qk)), max(64, tile_dim(problem.head_dim_v))
 
 
-def skips(problem: Problem, block_m: int, block_n: int) -> bool:
+def most_packed(problem: Problem) -> int:
+    """Most query heads that may share a warpgroup's rows: a power of two, of the heads that share K and V."""
+    group = problem.heads_q // problem.heads_kv
+    return min(group & -group, WARPGROUP_ROWS)
+
+
+def forward_tiles(problem: Problem, config: Config) -> int:
+    """Tiles of a forward kernel, each of which a program computes."""
+    return problem.batch * problem.heads_q // config.packed_heads * math.ceil(problem.seqlen_q / config.queries)
+
+
+def skips(problem: Problem, config: Config) -> bool:
     """Whether the warpgroups of a hopper kernel skip a tile's last blocks of keys, which only others of them see."""
-    return problem.band[1] is not None and block_n < block_m
+    return problem.band[1] is not None and config.block_n < config.queries
 
 
-def cut_once(problem: Problem, block_m: int, block_n: int) -> bool:
+def queries_together(problem: Problem, config: Config) -> int:
+    """Queries that walk the same blocks of keys in a hopper kernel: those of a warpgroup if it skips some, else those of a tile."""
+    return WARPGROUP_ROWS // config.packed_heads if skips(problem, config) else config.queries
+
+
+def cut_once(problem: Problem, config: Config) -> bool:
     """Whether the right side of the mask and the end of the keys cut only the first block that a warpgroup walks."""
-    high = problem.band[1]
-    if high is None:
-        return True
-    if skips(problem, block_m, block_n):
-        return high % WARPGROUP_ROWS == 0
-    return high % block_n == 0 and block_m <= block_n
+    high, together = problem.band[1], queries_together(problem, config)
+    return high is None or (high % together == 0 and config.block_n % together == 0)
 
 
-def cuts(problem: Problem, block_m: int, block_n: int) -> int:
+def cuts(problem: Problem, config: Config) -> int:
     """In which of the blocks that a warpgroup walks something is looked for that the right side of the mask or the end of the keys
     cuts: 0 in none, 1 in the first one, 2 in several. The left side of a window has a loop of its own, but may reach the first block."""
-    if problem.band == (None, None) and problem.seqlen_kv % block_n == 0:
+    if problem.band == (None, None) and problem.seqlen_kv % config.block_n == 0:
         return 0
-    return 1 if cut_once(problem, block_m, block_n) else 2
+    return 1 if cut_once(problem, config) else 2
 
 
-def least_stages(problem: Problem, block_m: int, block_n: int) -> int:
+def least_stages(problem: Problem, config: Config) -> int:
     """Slots that a hopper kernel needs at least, each for K of a block and V of the block before it.
 
     A warpgroup that skips blocks holds the last V of a tile until it has met the first K of the next one that it sees.
     """
-    return 1 + (math.ceil((block_m - WARPGROUP_ROWS) / block_n) if skips(problem, block_m, block_n) else 0)
+    return 1 + math.ceil((config.queries - queries_together(problem, config)) / config.block_n)
 
 
 def head_groups(heads: int, head_group: int, tiles_of_head: int, programs: int) -> list[int]:
@@ -205,13 +217,13 @@ def _groups(heads: int, head_group: int) -> list[int]:
 def tile_lists(candidate: Candidate, problem: Problem, programs: int) -> tuple[tuple[int, ...], ...]:
     """Tiles of each program of a hopper kernel: the next one in launch order goes to the program with the least work so far.
 
-    A tile is head * num_row_blocks + row_block, with the head counted through the batch. Launch order walks `head_groups` row block by
-    row block.
+    A tile is pack * num_row_blocks + row_block, with the packs of heads (see `Config.packed_heads`) counted through the batch. Launch order
+    walks `head_groups` row block by row block.
     """
     config = candidate.config
-    works = _works(problem, config.block_m, config.block_n)
+    works = _works(problem, config.queries, config.block_n)
     order = range(len(works))[::-1] if candidate.variant.longest_first else range(len(works))
-    return _dealt(works, order, problem.batch * problem.heads_q, config.head_group, programs)
+    return _dealt(works, order, problem.batch * problem.heads_q // config.packed_heads, config.head_group, programs)
 
 
 @lru_cache(maxsize=256)
@@ -238,13 +250,21 @@ def _dealt(works: Sequence[float], order: Sequence[int], heads: int, head_group:
     return tuple(tuple(tiles) for tiles in lists)
 
 
-@lru_cache(maxsize=4096)
-def imbalance(problem: Problem, block_m: int, block_n: int, longest_first: bool, head_group: int, programs: int) -> float:
+def imbalance(candidate: Candidate, problem: Problem, programs: int) -> float:
     """Work of the busiest program of `tile_lists`, relative to the mean. Of many groups of heads only the last ones are simulated."""
-    works = _works(problem, block_m, block_n)
+    config = candidate.config
+    packs = problem.batch * problem.heads_q // config.packed_heads
+    return _imbalance_of_tiles(problem, config.queries, config.block_n, candidate.variant.longest_first, packs, config.head_group, programs)
+
+
+@lru_cache(maxsize=4096)
+def _imbalance_of_tiles(
+    problem: Problem, queries: int, block_n: int, longest_first: bool, packs: int, head_group: int, programs: int
+) -> float:
+    works = _works(problem, queries, block_n)
     if longest_first:
         works.reverse()
-    return _imbalance(works, problem.batch * problem.heads_q, head_group, programs)
+    return _imbalance(works, packs, head_group, programs)
 
 
 @lru_cache(maxsize=4096)
@@ -272,10 +292,10 @@ def _imbalance(works: Sequence[float], heads: int, head_group: int, programs: in
     return max(loads) * programs / (heads * sum(works))
 
 
-def _works(problem: Problem, block_m: int, block_n: int) -> list[float]:
-    """Work of each row block of a head, in blocks of keys."""
-    rows = range(0, problem.seqlen_q, block_m)
-    return [blocks_walked(problem, row, block_m, block_n)[1] + _BLOCKS_OF_A_TILE for row in rows]
+def _works(problem: Problem, queries: int, block_n: int) -> list[float]:
+    """Work of each tile of a pack of heads, in blocks of keys."""
+    starts = range(0, problem.seqlen_q, queries)
+    return [blocks_walked(problem, start, queries, block_n)[1] + _BLOCKS_OF_A_TILE for start in starts]
 
 
 def _works_of_keys(problem: Problem, block_m: int, block_n: int) -> list[float]:
@@ -285,36 +305,39 @@ def _works_of_keys(problem: Problem, block_m: int, block_n: int) -> list[float]:
     return [group * (end - first) + _TILES_OF_A_KEY_BLOCK for first, _, _, end in parts]
 
 
+def shares(problem: Problem, config: Config) -> tuple[int, int]:
+    """(blocks of keys that a hopper kernel loads, blocks that its warpgroups walk): sums over the tiles of one pack of heads."""
+    together = queries_together(problem, config)
+    loaded, walked = _shares(problem, config.queries, together, config.block_n)
+    return loaded, walked * (config.block_m // WARPGROUP_ROWS) * together // config.queries
+
+
 @lru_cache(maxsize=1024)
-def shares(problem: Problem, block_m: int, block_n: int) -> tuple[int, int]:
-    """(blocks of keys that a hopper kernel loads, blocks that its warpgroups walk): sums over the tiles of one head."""
-    row_blocks, warpgroups = math.ceil(problem.seqlen_q / block_m), block_m // WARPGROUP_ROWS
+def _shares(problem: Problem, queries: int, together: int, block_n: int) -> tuple[int, int]:
+    """(blocks that tiles of so many queries load, blocks that each part of them walks): sums over the tiles."""
     if problem.band == (None, None):
-        loaded = row_blocks * math.ceil(problem.seqlen_kv / block_n)
-        return loaded, loaded * warpgroups
+        loaded = math.ceil(problem.seqlen_q / queries) * math.ceil(problem.seqlen_kv / block_n)
+        return loaded, loaded
     loaded = walked = 0
-    for row in range(0, problem.seqlen_q, block_m):
-        first, count = blocks_walked(problem, row, block_m, block_n)
+    for start in range(0, problem.seqlen_q, queries):
+        first, count = blocks_walked(problem, start, queries, block_n)
         loaded += count
-        if skips(problem, block_m, block_n):
-            for own in range(row, row + block_m, WARPGROUP_ROWS):
-                walked += min(count, max(1, blocks_seen(problem, own, WARPGROUP_ROWS, block_n)[1] - first))
-        else:
-            walked += count * warpgroups
+        for own in range(start, start + queries, together):
+            walked += min(count, max(1, blocks_seen(problem, own, together, block_n)[1] - first))
     return loaded, walked
 
 
-def blocks_walked(problem: Problem, row: int, block_m: int, block_n: int) -> tuple[int, int]:
-    """(first block of keys, how many) that a hopper kernel walks in the tile with this first row: one, even if no key is visible."""
-    first, end = blocks_seen(problem, row, block_m, block_n)
+def blocks_walked(problem: Problem, start: int, queries: int, block_n: int) -> tuple[int, int]:
+    """(first block of keys, how many) that a hopper kernel walks in a tile with these queries: one, even if no key is visible."""
+    first, end = blocks_seen(problem, start, queries, block_n)
     return first, max(1, end - first)
 
 
-def blocks_seen(problem: Problem, row: int, rows: int, block_n: int) -> tuple[int, int]:
-    """(first, end) of the blocks of keys that some of these rows see."""
+def blocks_seen(problem: Problem, start: int, queries: int, block_n: int) -> tuple[int, int]:
+    """(first, end) of the blocks of keys that some of so many queries from the first one on see."""
     low, high = problem.band
-    end = problem.seqlen_kv if high is None else min(max(min(row + rows, problem.seqlen_q) + high, 0), problem.seqlen_kv)
-    return 0 if low is None else max(row + low, 0) // block_n, math.ceil(end / block_n)
+    end = problem.seqlen_kv if high is None else min(max(min(start + queries, problem.seqlen_q) + high, 0), problem.seqlen_kv)
+    return 0 if low is None else max(start + low, 0) // block_n, math.ceil(end / block_n)
 
 
 def key_blocks(problem: Problem, block_n: int) -> int:

@@ -15,7 +15,18 @@ from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
-from flashgen.schedule import DQ_KEYS, MOST_PART, WARPGROUP_ROWS, cuts, dq_v_slots, least_stages, skips, specialised_dims, tile_dim
+from flashgen.schedule import (
+    DQ_KEYS,
+    MOST_PART,
+    WARPGROUP_ROWS,
+    cuts,
+    dq_v_slots,
+    least_stages,
+    most_packed,
+    skips,
+    specialised_dims,
+    tile_dim,
+)
 
 TENSORS = ("q", "k", "v", "out")  # of forward kernels, in the order in which they are given
 GRADIENTS = ("dout", "dq", "dk", "dv")
@@ -142,7 +153,7 @@ class Kernel:
         else:
             launched_as = (config.block_m, config.persistent)
             if variant.backend == "hopper":
-                launched_as += (config.block_n, config.head_group, variant.longest_first)
+                launched_as += (config.block_n, config.head_group, variant.longest_first, config.packed_heads)
         return binary.total(
             [binary.resources(each.compiled, launched_as, specialised=variant.backend == "hopper") for each in self.functions]
         )
@@ -197,8 +208,11 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
             return [1, 1, numbers["BLOCK_N"], columns]
         if candidate.variant.backend == "triton":
             return [1, 1, block_m, columns]
-    # A warpgroup of a hopper kernel reads and writes its own rows, and wide ones in parts.
-    return [1, 1, DQ_KEYS if tensor in ("k", "v") else WARPGROUP_ROWS, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
+    if tensor in ("k", "v"):
+        return [1, 1, DQ_KEYS, columns]
+    # A warpgroup of a hopper kernel reads and writes its own rows, of several heads if these are packed, and wide ones in parts.
+    packed = candidate.config.packed_heads
+    return [1, packed, WARPGROUP_ROWS // packed, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
@@ -218,8 +232,8 @@ def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
         return constants | {
             "WARPGROUPS": config.block_m // WARPGROUP_ROWS,
             "Q_STAGES": config.q_stages,
-            "CUTS": cuts(problem, config.block_m, config.block_n),
-            "SKIPS": int(skips(problem, config.block_m, config.block_n)),
+            "CUTS": cuts(problem, config),
+            "SKIPS": int(skips(problem, config)),
             "REGISTERS": resources.consumer_registers(config),
         }
     constants |= {"HEAD_DIM_QK": problem.head_dim_qk, "HEAD_DIM_V": problem.head_dim_v, "HEAD_GROUP": config.head_group}
@@ -346,6 +360,8 @@ def _require_launchable(candidate: Candidate) -> None:
         value = getattr(config, name)
         if value & (value - 1):
             raise BuildError(f"{candidate}: {name} is {value}; it must be a power of two")
+    if config.packed_heads > 1:
+        raise BuildError(f"{candidate}: packed_heads is {config.packed_heads}; a tile of a portable kernel is of 1 head")
     if config.num_warps > 32:
         raise OutOfResourcesError(f"{candidate}: {config.num_warps} warps are {config.num_warps * 32} threads; a block has at most 1024")
     if config.maxnreg is not None and config.maxnreg > 255:
@@ -358,9 +374,11 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
         raise BuildError(f"{candidate}: a hopper kernel needs sm_90; {device.name} is {device.arch}")
     config, variant = candidate.config, candidate.variant
     backward = variant.family == "backward"
+    packed = tuple(1 << bits for bits in range(most_packed(problem).bit_length()))
     choices = {"block_m": (64, 128, 192), "block_n": (64, 128), "q_stages": (1, 2), "num_warps": (config.block_m // 16,)}
     if backward:
         choices = {"block_m": (64, 128), "block_n": (64 if variant.split_roles else 128,), "q_stages": (1,), "num_warps": (8,)}
+    choices["packed_heads"] = (1,) if backward else packed
     for name, allowed in choices.items():
         if getattr(config, name) not in allowed:
             raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be {' or '.join(map(str, allowed))}")
@@ -372,7 +390,7 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
         raise BuildError(f"{candidate}: a hopper kernel needs 16-bit elements and 16-byte aligned tensors, which {problem} does not have")
     if max(problem.head_dim_qk, problem.head_dim_v) > 256:
         raise BuildError(f"{candidate}: a hopper kernel has head dims of at most 256; {problem} has more")
-    least = 1 if backward else least_stages(problem, config.block_m, config.block_n)
+    least = 1 if backward else least_stages(problem, config)
     if config.num_stages < least:
         raise BuildError(f"{candidate}: num_stages is {config.num_stages}; {problem} needs at least {least} slots")
 

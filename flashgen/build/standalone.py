@@ -14,7 +14,7 @@ from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
 from flashgen.render import environment, tidy
 from flashgen.resources import programs_per_sm
-from flashgen.schedule import WARPGROUP_ROWS, skips
+from flashgen.schedule import queries_together
 
 EMIT = ("source", "ttgir", "ptx", "sass")
 
@@ -124,7 +124,8 @@ def _cuts(kernel: Kernel) -> str:
         return "int(seqlen_kv % BLOCK_N > 0)"
     if problem.band[1] is None:
         return "1"
-    return f"1 if band_high % {WARPGROUP_ROWS if skips(problem, config.block_m, config.block_n) else 'BLOCK_N'} == 0 else 2"
+    together = queries_together(problem, config)
+    return "2" if config.block_n % together else f"1 if band_high % {together} == 0 else 2"
 
 
 def _parts(text: str, variant: Variant) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.resources import resident, uses_warpgroups
-from flashgen.schedule import WARPGROUP_ROWS, cuts, imbalance, shares, specialised_dims, tile_dim, unevenness, walk
+from flashgen.schedule import WARPGROUP_ROWS, cuts, forward_tiles, imbalance, shares, specialised_dims, tile_dim, unevenness, walk
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,20 +41,18 @@ class _Loop:
 def works(candidate: Candidate, problem: Problem, device: Device, resources: Resources, fitted: Calibration) -> list[Work]:
     """Of the only function."""
     variant, config = candidate.variant, candidate.config
-    heads = problem.batch * problem.heads_q
-    row_blocks = math.ceil(problem.seqlen_q / config.block_m)
-    tiles = heads * row_blocks
+    tiles = forward_tiles(problem, config)
     programs = min(resident(candidate, resources, device), math.ceil(tiles / device.num_sms))  # on an SM at one time
     slots = device.num_sms * programs
     loop_of = _hopper_loop if variant.backend == "hopper" else _triton_loop
     loop = loop_of(candidate, problem, device, resources, programs, fitted)
     total = (loop.blocks - loop.masked_blocks) * loop.cycles + loop.masked_blocks * loop.cut_cycles + loop.beside
     sm_hz = device.num_sms * hz(device, fitted)
-    dram_bytes = float(theory.compulsory_bytes(problem) + _reread_bytes(fitted, candidate, problem, device, slots, row_blocks))
+    dram_bytes = float(theory.compulsory_bytes(problem) + _reread_bytes(fitted, candidate, problem, device, slots))
     seconds = {name: loop.blocks * cycles / sm_hz for name, cycles in loop.units.items()}
     seconds["issue"] += loop.masked_blocks * loop.cut_issue / sm_hz
     seconds["dram"] = dram_s(dram_bytes, device, fitted)
-    query_bytes = heads * problem.seqlen_q * problem.head_dim_qk * problem.itemsize
+    query_bytes = problem.batch * problem.heads_q * problem.seqlen_q * problem.head_dim_qk * problem.itemsize
     uneven = _unevenness(candidate, problem, device, programs, tiles, loop.speed_up)
     return [
         Work(
@@ -153,13 +151,13 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     """
     variant, config, size = candidate.variant, candidate.config, problem.itemsize
     block_n, warpgroups = config.block_n, config.block_m // WARPGROUP_ROWS
-    heads = problem.batch * problem.heads_q
+    packs = problem.batch * problem.heads_q // config.packed_heads
     dim_qk, dim_v = _tile_dims(candidate, problem)
-    tiles = heads * math.ceil(problem.seqlen_q / config.block_m)
-    loaded, walked = shares(problem, config.block_m, block_n)
-    blocks = heads * walked
-    masked_blocks = blocks - heads * walk(problem, WARPGROUP_ROWS, block_n).whole
-    if cuts(problem, config.block_m, block_n):  # each tile's first block is masked, whether it is cut or not
+    tiles = forward_tiles(problem, config)
+    loaded, walked = shares(problem, config)
+    blocks = packs * walked
+    masked_blocks = blocks - packs * walk(problem, WARPGROUP_ROWS // config.packed_heads, block_n).whole
+    if cuts(problem, config):  # each tile's first block is masked, whether it is cut or not
         masked_blocks = max(masked_blocks, tiles * warpgroups)
     scores = WARPGROUP_ROWS * block_n
     rate = device.flops_per_s(problem.dtype) / device.num_sms / device.boost_hz
@@ -224,24 +222,26 @@ def _unevenness(candidate: Candidate, problem: Problem, device: Device, programs
         share = 0.0 if rest == 0 else speed_up + (1 - speed_up) * (left - 1) / max(1, programs - 1)
         return max(1.0, (full_waves + share) * slots / tiles)
     if variant.backend == "hopper":
-        return max(1.0, imbalance(problem, config.block_m, config.block_n, variant.longest_first, config.head_group, slots))
+        return max(1.0, imbalance(candidate, problem, slots))
     by_program, by_sm = unevenness(
         problem, config.block_m, variant.longest_first, config.head_group, device.num_sms, programs, config.persistent
     )
     return max(1.0, by_sm, 1 + (by_program - 1) * speed_up)
 
 
-def _reread_bytes(fitted: Calibration, candidate: Candidate, problem: Problem, device: Device, slots: int, row_blocks: int) -> float:
+def _reread_bytes(fitted: Calibration, candidate: Candidate, problem: Problem, device: Device, slots: int) -> float:
     """Bytes of K and V read from DRAM beyond the first time.
 
     Programs that run together walk K and V in step, so a head is read once a wave at most; again in the next wave only as far as the
     heads that are walked together do not fit into L2.
     """
-    heads = problem.batch * problem.heads_q
-    heads_per_kv = problem.heads_q // problem.heads_kv
+    config = candidate.config
+    packs = problem.batch * problem.heads_q // config.packed_heads
+    packs_per_kv = problem.heads_q // problem.heads_kv // config.packed_heads
+    row_blocks = math.ceil(problem.seqlen_q / config.queries)
     head_bytes = problem.seqlen_kv * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize
-    group = min(candidate.config.head_group, heads)
-    together = min(heads, max(group, math.ceil(slots / max(1, row_blocks))))
-    kv_heads_together = math.ceil(together / heads_per_kv)
+    group = min(config.head_group, packs)
+    together = min(packs, max(group, math.ceil(slots / max(1, row_blocks))))
+    kv_heads_together = math.ceil(together / packs_per_kv)
     waves = max(1.0, together * row_blocks / slots)
     return missed(kv_heads_together * head_bytes, device, fitted) * (waves - 1) * head_bytes * problem.batch * problem.heads_kv

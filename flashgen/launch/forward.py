@@ -25,6 +25,7 @@ from flashgen.launch.tensors import (
 )
 from flashgen.problem import Problem
 from flashgen.resources import programs_per_sm
+from flashgen.schedule import forward_tiles
 from flashgen.space import MOST_GRID
 
 
@@ -164,7 +165,7 @@ def prepare(
             describe[name] = describer(shape, strides, kernel.only.described[name], query.dtype)
 
     config = kernel.candidate.config
-    grid = values["num_heads"] * -(-problem.seqlen_q // config.block_m)
+    grid = forward_tiles(problem, config)
     if kernel.compiled is None:
         if config.persistent:
             grid = min(grid, device.num_sms)

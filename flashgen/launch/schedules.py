@@ -14,15 +14,18 @@ from flashgen.schedule import blocks_walked, key_block_lists, row_tiles_walked, 
 
 def tile_schedule(candidate: Candidate, problem: Problem, programs: int, index: int) -> torch.Tensor:
     """(programs, width, 8) int32 on a CUDA device: how many tiles a program of a forward kernel computes; then of each the batch item, the
-    heads of Q and of K and V, the first row, the first block of keys, how many blocks, and the head of Q counted through the batch."""
-    block_m, block_n = candidate.config.block_m, candidate.config.block_n
-    walks = [(row, *blocks_walked(problem, row, block_m, block_n)) for row in range(0, problem.seqlen_q, block_m)]
+    heads of Q and of K and V, the first query, the first block of keys, how many blocks, and the head of Q counted through the batch. Of
+    heads that are packed it names the first."""
+    config = candidate.config
+    starts = range(0, problem.seqlen_q, config.queries)
+    walks = [(start, *blocks_walked(problem, start, config.queries, config.block_n)) for start in starts]
     group = problem.heads_q // problem.heads_kv
 
     def entry(tile: int) -> tuple[int, ...]:
-        heads, row_block = divmod(tile, len(walks))
-        item, head = divmod(heads, problem.heads_q)
-        return item, head, head // group, *walks[row_block], heads, 0
+        pack, row_block = divmod(tile, len(walks))
+        counted = pack * config.packed_heads
+        item, head = divmod(counted, problem.heads_q)
+        return item, head, head // group, *walks[row_block], counted, 0
 
     return _table((map(entry, tiles) for tiles in tile_lists(candidate, problem, programs)), index)
 

@@ -7,6 +7,7 @@ import torch
 from flashgen.build.kernel import Kernel, constants_of
 from flashgen.errors import ArgumentError
 from flashgen.problem import Problem
+from flashgen.schedule import most_packed
 
 MAX_BLOCK = 512  # rows of the largest tile
 WORDS = {"q": "query", "k": "key", "v": "value"}  # what callers name tensors
@@ -74,6 +75,9 @@ def require_built_for(kernel: Kernel, problem: Problem) -> None:
     for name in ("dtype", "head_dim_qk", "head_dim_v"):
         if getattr(problem, name) != getattr(built, name):
             raise ArgumentError(f"{name} is {getattr(problem, name)}; the kernel was built for {getattr(built, name)}")
+    packed, most = kernel.candidate.config.packed_heads, most_packed(problem)
+    if packed > most:
+        raise ArgumentError(f"the kernel packs {packed} heads that share keys; {problem} has no more than {most} to pack")
     constants = constants_of(kernel.candidate, built)
     for name, number in constants_of(kernel.candidate, problem).items():
         if constants[name] != number:

@@ -204,7 +204,7 @@ def distance(one: Candidate, other: Candidate) -> float:
     backend 8."""
     numbers = sum(
         abs(math.log2(getattr(one.config, name) / getattr(other.config, name)))
-        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group", "q_stages")
+        for name in ("block_m", "block_n", "num_warps", "num_stages", "head_group", "q_stages", "packed_heads")
     )
     flags = [getattr(one.variant, name) != getattr(other.variant, name) for name in _STRUCTURE]
     flags += [one.config.persistent != other.config.persistent]

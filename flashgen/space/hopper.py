@@ -1,7 +1,6 @@
 """Legality of warp-specialised kernels for sm_90: clauses in the order in which they are judged."""
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -10,11 +9,13 @@ from flashgen import resources, schedule
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
-from flashgen.schedule import WARPGROUP_ROWS, tile_rows
+from flashgen.schedule import WARPGROUP_ROWS, forward_tiles, most_packed, tile_rows
 
 ORDERS = ("qk_first", "pv_first")
 MOST_STAGES = 4
 LEAST_LAZY = 128  # accumulators of a thread: worth 5 % with as many, and costs 4 % with 64 (H200, d 256 and 128, N 8192, 2026-11-30)
+
+LEAST_SAVED = 0.9  # tiles with packed heads, relative to those without, from which on they are the default; not measured yet
 
 # What these kernels have no choice of.
 FIXED: dict[str, Any] = {"load": "tma", "maxnreg": None, "masked_apart": True, "persistent": True, "fused": False, "split_roles": False}
@@ -37,9 +38,10 @@ def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
         # Everything is padded to 64 columns: four times the work of a portable kernel with 16.
         if dim <= 16:
             yield name, f"is {dim}, padding to 64 columns only pays above 16"
-    for name, rows in (("seqlen_q", WARPGROUP_ROWS), ("seqlen_kv", 64)):
+    # With heads to pack, one tile takes the place of several, however few rows it has.
+    for name, rows, packed in (("seqlen_q", WARPGROUP_ROWS, most_packed(problem)), ("seqlen_kv", 64, 1)):
         seqlen = getattr(problem, name)
-        if tile_rows(seqlen) < rows:
+        if tile_rows(seqlen) < rows and packed == 1:
             yield name, f"is {seqlen}, tiles of {rows} rows need more than {rows // 2}"
 
 
@@ -57,6 +59,7 @@ def axes(problem: Problem, device: Device) -> dict[str, list[Any]]:
         "num_warps": [4, 8, 12],
         "num_stages": list(range(MOST_STAGES, 1, -1)),
         "q_stages": [2, 1],
+        "packed_heads": list(dict.fromkeys([most_packed(problem), 1])),
         "longest_first": [True, False] if masked else [False],
         "head_group": sorted({min(group, most_heads) for group in (1, 4, 8)}, reverse=True) if masked else [1],
     }
@@ -68,8 +71,8 @@ def most_stages(candidate: Candidate, problem: Problem, device: Device) -> int:
     one, two = (resources.smem_bytes(replace(candidate, config=replace(config, num_stages=stages)), problem, device) for stages in (1, 2))
     fit = 1 + (device.smem_per_block_bytes - one) // (two - one)
     useful = MOST_STAGES
-    if _tiles(problem, config.block_m) <= device.num_sms:  # they end with the only tile, whose last V has a slot of its own
-        useful = min(useful, schedule.walk(problem, config.block_m, config.block_n).most + 1)
+    if forward_tiles(problem, config) <= device.num_sms:  # they end with the only tile, whose last V has a slot of its own
+        useful = min(useful, schedule.walk(problem, config.queries, config.block_n).most + 1)
     return min(fit, max(useful, _least_stages(problem, config)))
 
 
@@ -89,9 +92,17 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     if broken:
         yield from broken
         return
-    for name, value, seqlen in (("block_m", config.block_m, problem.seqlen_q), ("block_n", config.block_n, problem.seqlen_kv)):
-        if value > tile_rows(seqlen):
-            yield name, f"is {value}, seqlen {seqlen} fills {tile_rows(seqlen)}"
+    packed, most = config.packed_heads, most_packed(problem)
+    if packed & (packed - 1) or packed > most:
+        yield "packed_heads", f"is {packed}, must be a power of two of at most {most}"
+        return
+    tiles, apart = forward_tiles(problem, config), forward_tiles(problem, replace(config, packed_heads=1))
+    if packed > 1 and tiles >= apart:
+        yield "packed_heads", f"is {packed}, which makes {tiles} tiles, no fewer than {apart}"
+    rows = problem.seqlen_q * packed
+    for name, value, filled in (("block_m", config.block_m, rows), ("block_n", config.block_n, problem.seqlen_kv)):
+        if value > tile_rows(filled) and (packed == 1 or value > WARPGROUP_ROWS):
+            yield name, f"is {value}, {filled} rows fill {tile_rows(filled)}"
 
     # Registers: with too few, ptxas lets one product run at a time.
     limit, wanted = resources.consumer_registers(config), resources.wanted_by_consumer(candidate, problem)
@@ -108,7 +119,6 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
     # Turns are taken by two warpgroups or more. A second buffer of Q is for a program's second tile.
     if variant.ping_pong and config.block_m <= WARPGROUP_ROWS:
         yield "ping_pong", f"needs 2 warpgroups, {config.block_m} rows have {config.block_m // WARPGROUP_ROWS}"
-    tiles = _tiles(problem, config.block_m)
     useful = 1 if tiles <= device.num_sms else 2
     if config.q_stages > useful:
         yield "q_stages", f"is {config.q_stages}, with {tiles} tiles on {device.num_sms} SMs {useful} are of use"
@@ -132,22 +142,22 @@ def order_violations(candidate: Candidate, problem: Problem, device: Device) -> 
     """Clauses about the order of work."""
     variant, config = candidate.variant, candidate.config
     # Lists of tiles are balanced best if the longest come first; with one tile a program, or equal ones, there is nothing to order.
-    ordered, tiles = is_ordered(problem, device, config.block_m), _tiles(problem, config.block_m)
+    ordered, tiles = is_ordered(problem, device, config), forward_tiles(problem, config)
     idle = f"mask {variant.mask}, {tiles} tiles and {device.num_sms} SMs leave nothing to order"
     if ordered and not variant.longest_first:
         yield "longest_first", f"is not set, but {tiles} tiles of unequal length are shared by {device.num_sms} SMs"
     if variant.longest_first and not ordered:
         yield "longest_first", f"is set, but {idle}"
-    heads = problem.batch * problem.heads_q
-    if config.head_group > max(1, heads):
-        yield "head_group", f"is {config.head_group}, batch * heads_q is {heads}"
+    packs = problem.batch * problem.heads_q // config.packed_heads
+    if config.head_group > max(1, packs):
+        yield "head_group", f"is {config.head_group}, batch * heads_q / packed_heads is {packs}"
     elif config.head_group > 1 and not ordered:
         yield "head_group", f"is {config.head_group}, but {idle}"
 
 
-def is_ordered(problem: Problem, device: Device, block_m: int) -> bool:
+def is_ordered(problem: Problem, device: Device, config: Config) -> bool:
     """Whether the order of tiles matters: they are unequal, and some program computes several."""
-    return problem.band != (None, None) and problem.seqlen_q > block_m and _tiles(problem, block_m) > device.num_sms
+    return problem.band != (None, None) and problem.seqlen_q > config.queries and forward_tiles(problem, config) > device.num_sms
 
 
 def pick(problem: Problem, device: Device) -> Candidate:
@@ -170,24 +180,28 @@ def pick(problem: Problem, device: Device) -> Candidate:
         persistent=True,
         q_stages=2 if dim <= 128 else 1,
     )
+    packed = replace(numbers, packed_heads=most_packed(problem))
+    if forward_tiles(problem, packed) < LEAST_SAVED * forward_tiles(problem, numbers):
+        numbers = packed
     variant = Variant(backend="hopper", load="tma", order="qk_first", ping_pong=True, lazy_rescale=dim > 128)
     return Candidate(variant=variant, config=numbers)
 
 
 def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate | None:
-    """A candidate with the structure that the problem requires, made to fit: as many buffers of Q as may be, smaller tiles as needed."""
+    """A candidate with the structure that the problem requires, made to fit: as many buffers of Q as may be, smaller tiles as needed, heads
+    packed where it packs them and that saves tiles, or where it needs to."""
     variant, config = candidate.variant, candidate.config
     if any(misfits(problem, device)):
         return None
-    heads = problem.batch * problem.heads_q
-    block_m, block_n = min(config.block_m, tile_rows(problem.seqlen_q)), min(config.block_n, tile_rows(problem.seqlen_kv))
     smaller = itertools.product(
-        [rows for rows in (block_m, 128, 64) if rows <= block_m],
-        [keys for keys in (block_n, 64) if keys <= block_n],
+        [rows for rows in (192, 128, 64) if rows <= config.block_m],
+        [keys for keys in (128, 64) if keys <= config.block_n],
+        sorted({1, most_packed(problem)}, reverse=config.packed_heads > 1),
         (2, 1),  # buffers of Q: as many as are of use and fit, never a choice
     )
-    for rows, keys, q_stages in sorted(smaller, key=lambda tile: -tile[0] * tile[1]):
-        ordered = is_ordered(problem, device, rows)
+    for rows, keys, packed, q_stages in sorted(smaller, key=lambda tile: -tile[0] * tile[1]):
+        numbers = replace(config, block_m=rows, block_n=keys, num_warps=rows // 16, packed_heads=packed, q_stages=q_stages)
+        packs, ordered = problem.batch * problem.heads_q // packed, is_ordered(problem, device, numbers)
         shrunk = Candidate(
             variant=replace(
                 variant,
@@ -196,15 +210,7 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
                 longest_first=ordered,
                 masked_apart=True,
             ),
-            config=replace(
-                config,
-                block_m=rows,
-                block_n=keys,
-                num_warps=max(1, rows // 16),
-                q_stages=q_stages,
-                head_group=min(config.head_group, 1 << (heads.bit_length() - 1)) if ordered else 1,
-                persistent=True,
-            ),
+            config=replace(numbers, head_group=min(config.head_group, 1 << (packs.bit_length() - 1)) if ordered else 1, persistent=True),
         )
         stages = max(_least_stages(problem, shrunk.config), min(config.num_stages, most_stages(shrunk, problem, device)))
         shrunk = replace(shrunk, config=replace(shrunk.config, num_stages=stages))
@@ -213,10 +219,6 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     return None
 
 
-def _tiles(problem: Problem, block_m: int) -> int:
-    return problem.batch * problem.heads_q * math.ceil(problem.seqlen_q / block_m)
-
-
 def _least_stages(problem: Problem, config: Config) -> int:
     """With one slot, loads and products take turns."""
-    return max(2, schedule.least_stages(problem, config.block_m, config.block_n))
+    return max(2, schedule.least_stages(problem, config))

@@ -26,6 +26,7 @@ FIXED: dict[str, Any] = {
     "lazy_rescale": False,
     "num_warps": 8,
     "q_stages": 1,
+    "packed_heads": 1,
     "maxnreg": None,
     "masked_apart": True,
     "persistent": False,

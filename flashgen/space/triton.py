@@ -21,6 +21,7 @@ FIXED: dict[str, Any] = {
     "ping_pong": False,
     "lazy_rescale": False,
     "q_stages": 1,
+    "packed_heads": 1,
     "fused": False,
     "split_roles": False,
 }

@@ -22,6 +22,7 @@ FIXED: dict[str, Any] = {
     "ping_pong": False,
     "lazy_rescale": False,
     "q_stages": 1,
+    "packed_heads": 1,
     "maxnreg": None,
     "persistent": False,
     "longest_first": False,

@@ -293,11 +293,29 @@ ragged = dataclasses.replace(long, seqlen_kv=521)
 longer = [FakeTensor.contiguous(2, heads, 520 + (heads == 3), 64, address=0x10000) for heads in (6, 3, 3, 6)]
 seen["hopper_other_constants"] = refused(prepare, kernel, ragged, *longer, long_lse, few)
 
+# Two heads that share K and V in a tile.
+packed = hopper_kernel_of(long, block_m=128, num_warps=8, packed_heads=2)
+watch(packed, expand=True)
+encoded.clear()
+prepare(packed, long, *tensors, long_lse, few)(*tensors, long_lse, 0.125)
+seen["packed"] = named(packed, launches[-1])
+seen["packed_encoded"] = list(encoded)
+seen["packed_schedule"] = copies[-1].tolist()
+apart = dataclasses.replace(long, heads_kv=6)
+seen["packed_apart"] = refused(prepare, packed, apart, tensors[0], tensors[3], tensors[3], tensors[3], long_lse, few)
+
+
+def standalone_of(candidate):
+    """The module of a standalone file."""
+    (path,) = export(candidate, long, H200, folder)
+    spec = importlib.util.spec_from_file_location("standalone", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # What a standalone file hands to Triton. There are as many programs as tiles: no GPU says how many run at once.
-(path,) = export(kernel.candidate, long, H200, folder)
-spec = importlib.util.spec_from_file_location("standalone", path)
-standalone = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(standalone)
+standalone = standalone_of(kernel.candidate)
 calls = []
 
 
@@ -319,6 +337,17 @@ seen["standalone"] = {
     "schedule": standalone.scheduled(12, 6, 3, 520, 520, -1040, 0, 7, "cpu").tolist(),
 }
 seen["hopper_constants"] = dict(kernel.constants)
+standalone = standalone_of(packed.candidate)
+standalone.attention_forward = Watched()
+standalone.attention(*[dataclasses.replace(each, device=torch.device("cpu")) for each in tensors[:3]], scale=0.125)
+grid, arguments, more = calls[-1]
+seen["standalone_packed"] = {
+    "grid": grid,
+    "blocks": [each.block_shape for each in arguments[:4]],
+    "constants": {name: more[name] for name in packed.constants},
+    "schedule": standalone.scheduled(12, 6, 3, 520, 520, -1040, 0, 7, "cpu").tolist(),
+}
+seen["packed_constants"] = dict(packed.constants)
 
 # A backward kernel: three functions, of which those run that a gradient needs. A call looks at the strides of the gradients.
 backward_problem = dataclasses.replace(problem, direction="backward")

@@ -171,6 +171,22 @@ def test_a_standalone_hopper_kernel_launches_alike(seen):
     assert standalone["schedule"] == seen["hopper_schedule"]
 
 
+def test_packed_heads_share_a_tile(seen):
+    """64 rows of a warpgroup are 32 queries of 2 heads. A tile has 64 queries; heads of K and V have one each."""
+    assert {name: seen["packed"]["parameters"][name] for name in ADDRESSES} == ADDRESSES
+    boxes = {each["address"]: each["box"] for each in seen["packed_encoded"]}
+    assert boxes == {0x10000: [64, 32, 2, 1], 0x20000: [64, 128, 1, 1], 0x30000: [64, 128, 1, 1], 0x40000: [64, 32, 2, 1]}
+    tiles = [tile[:7] for (count, *_), *tiles in seen["packed_schedule"] for tile in tiles[:count]]
+    walks = [(64 * tile, 0, tile // 2 + 1) for tile in range(9)]
+    assert sorted(tiles) == [[item, 2 * head, head, *walk, item * 6 + 2 * head] for item in range(2) for head in range(3) for walk in walks]
+    assert seen["packed_apart"].startswith("ArgumentError: the kernel packs 2 heads that share keys; ")
+    standalone = seen["standalone_packed"]
+    assert standalone["grid"] == [6 * 9]
+    assert standalone["blocks"] == [[1, 2, 32, 64], [1, 1, 128, 64], [1, 1, 128, 64], [1, 2, 32, 64]]
+    assert standalone["constants"] == seen["packed_constants"]
+    assert standalone["schedule"] == seen["packed_schedule"]
+
+
 def test_a_hopper_kernel_is_refused_for_another_mask(seen):
     """With one more key the mask cuts two blocks of a warpgroup, and the kernel was built for one."""
     assert seen["hopper_other_constants"].startswith("ArgumentError: CUTS is 2 for ")

@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # ruff: noqa: B007, RUF005, RUF059
 
 # q (batch, heads_q, seqlen_q, head_dim_qk), k (batch, heads_kv, seqlen_kv, head_dim_qk), v (batch, heads_kv, seqlen_kv, head_dim_v)
-# tile        BLOCK_M query rows of one head of one batch item; 64 of them belong to each consumer warpgroup
+# tile        BLOCK_M rows of one batch item, 64 for each consumer warpgroup: QUERIES queries of each of some heads that share K and V.
+#             Row r of a warpgroup is query r % QUERIES of head r // QUERIES
 # block       BLOCK_N keys; a tile walks them from the last one that it sees to the first
 # slot        one of NUM_STAGES in shared memory: K of a block, and V of the block walked before it, which is what one step multiplies
 # position    how many slots were filled before one; it gives the slot, and the phase of the slot's barriers
@@ -20,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a warpgroup
+ROWS = gl.constexpr(64)  # of a warpgroup, pairs of a head and a query
 LAZY_LIMIT = gl.constexpr(8.0)  # the exponentials of a row stay below 2 to this power
 
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
@@ -90,7 +91,7 @@ def scaled_if_needed(tile, factor):
 
 @gluon.jit
 def tile_at(schedule, index):
-    """(batch, head of Q, head of K and V, first row, first block, number of blocks, head of Q counted through the batch)."""
+    """(batch, first head of Q, head of K and V, first query, first block, number of blocks, first head counted through the batch)."""
     entry = schedule + 8 * (1 + index)
     return (
         gl.load(entry),
@@ -115,12 +116,13 @@ def producer(q, k, v, schedule, memory, barriers):
     BLOCK_N: gl.constexpr = k_memory.shape[3]
     WARPGROUPS: gl.constexpr = out_memory.shape[0]
     Q_STAGES: gl.constexpr = q_memory.shape[0] // WARPGROUPS
+    QUERIES: gl.constexpr = q_memory.shape[3]
     # The block before the first one does not exist: any V is asked for in its place, and never multiplied.
-    v_batch, head_q, v_head, row_start, first, blocks, head = tile_at(schedule, 0)
+    v_batch, head_q, v_head, tile_start, first, blocks, head = tile_at(schedule, 0)
     v_start = 0
     position = 0
     for index in range(gl.load(schedule)):
-        batch, head_q, head_kv, row_start, first, blocks, head = tile_at(schedule, index)
+        batch, head_q, head_kv, tile_start, first, blocks, head = tile_at(schedule, index)
         for block in range(blocks):
             key_start = (first + blocks - 1 - block) * BLOCK_N
             slot = position % NUM_STAGES
@@ -133,7 +135,8 @@ def producer(q, k, v, schedule, memory, barriers):
                     buffer = index % Q_STAGES * WARPGROUPS + warpgroup
                     mbarrier.wait(q_empty.index(buffer), (index // Q_STAGES & 1) ^ 1)
                     mbarrier.expect(q_full.index(buffer), q.block_type.nbytes)
-                    async_load(q, [batch, head_q, row_start + warpgroup * ROWS, 0], q_full.index(buffer), q_memory.index(buffer))
+                    start = tile_start + warpgroup * QUERIES
+                    async_load(q, [batch, head_q, start, 0], q_full.index(buffer), q_memory.index(buffer))
             v_batch, v_head, v_start = batch, head_kv, key_start
             position += 1
     slot = position % NUM_STAGES
@@ -184,7 +187,7 @@ def scaled(tile, factor):
 
 
 @gluon.jit
-def masked(scores, row_start, key_start, sizes):
+def masked(scores, start, key_start, sizes, QUERIES: gl.constexpr):
     """Scores (64, BLOCK_N), -inf where a row does not see the key.
 
     A thread holds two of each eight keys. It compares where the eights begin, which are constants, with bounds for its two rows and two
@@ -195,19 +198,19 @@ def masked(scores, row_start, key_start, sizes):
     LAYOUT: gl.constexpr = eights.type.layout
     starts = 8 * gl.arange(0, eights.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     places = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, :]
-    rows = row_start + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None]
-    last = gl.minimum(rows + band_high, seqlen_kv - 1) - key_start
+    queries = start + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))[:, None] % QUERIES
+    last = gl.minimum(queries + band_high, seqlen_kv - 1) - key_start
     visible = starts <= (last - places)[:, None, :]
     eights = gl.where(visible, eights, -float("inf"))
     return gl.convert_layout(eights.reshape(scores.shape), scores.type.layout, assert_trivial=True)
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT: gl.constexpr):
+def softmax_step(scores, row_max, start, key_start, sizes, scale, QUERIES: gl.constexpr, CUT: gl.constexpr):
     """Exponentials (64, BLOCK_N) of one block of scores, the factor for what was accumulated before it, and the new running maximum.
     Everything is in base 2: scale holds log2(e)."""
     if CUT:
-        scores = masked(scores, row_start, key_start, sizes)
+        scores = masked(scores, start, key_start, sizes, QUERIES)
     # The scale is not negative, so it may follow the maximum; the product then fuses with the subtraction.
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
     # Any reference will do that keeps exponentials in range: one that seldom moves spares most multiplications of the accumulator.
@@ -221,7 +224,7 @@ def softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT: gl.co
 
 
 @gluon.jit
-def step(buffer, position, state, memory, barriers, row_start, key_start, sizes, scale, WARPGROUP: gl.constexpr, CUT: gl.constexpr):
+def step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP: gl.constexpr, CUT: gl.constexpr):
     """One block of keys: adds P V of the block walked before it, and takes the softmax of its own scores."""
     weights, accumulated, row_max, row_sum = state
     q_memory, k_memory, v_memory, out_memory = memory
@@ -235,7 +238,7 @@ def step(buffer, position, state, memory, barriers, row_start, key_start, sizes,
     accumulated = issue_output(weights, v_memory, slot, accumulated)
     pass_turn(WARPGROUP, WARPGROUPS)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, rescale, row_max = softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT)
+    weights, rescale, row_max = softmax_step(scores, row_max, start, key_start, sizes, scale, q_memory.shape[3], CUT)
     sums = partial_sum(weights)
     row_sum = scaled(row_sum, rescale) + sums
     accumulated = warpgroup_mma_wait(0, deps=(accumulated,))
@@ -255,13 +258,14 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
     BLOCK_D_V: gl.constexpr = v_memory.shape[4]
     WARPGROUPS: gl.constexpr = out_memory.shape[0]
     Q_STAGES: gl.constexpr = q_memory.shape[0] // WARPGROUPS
+    QUERIES: gl.constexpr = q_memory.shape[3]
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
     count = gl.load(schedule)
     if WARPGROUP == WARPGROUPS - 1:
         pass_turn(WARPGROUP, WARPGROUPS)
     batch, head_q, head_kv, tile_start, first, tile_blocks, head = tile_at(schedule, 0)
-    row_start = tile_start + WARPGROUP * ROWS
-    blocks = blocks_seen(row_start, first, tile_blocks, sizes, BLOCK_N, SKIPS)
+    start = tile_start + WARPGROUP * QUERIES
+    blocks = blocks_seen(start, first, tile_blocks, sizes, BLOCK_N, QUERIES, SKIPS)
     position = tile_blocks - blocks
     if SKIPS:
         skip(0, position, barriers, WARPGROUP, WARPGROUPS)
@@ -280,30 +284,30 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
         buffer = index % Q_STAGES * WARPGROUPS + WARPGROUP
         key_start = (first + blocks - 1) * BLOCK_N
         row_max = gl.full([ROWS], -float("inf"), gl.float32, ROW)
-        exponentials, rescale, row_max = softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUTS > 0)
+        exponentials, rescale, row_max = softmax_step(scores, row_max, start, key_start, sizes, scale, QUERIES, CUTS > 0)
         accumulated = gl.zeros([ROWS, BLOCK_D_V], gl.float32, product_layout(BLOCK_D_V))
         state = (as_operand(exponentials, v_memory), accumulated, row_max, partial_sum(exponentials))
         whole_from = 1
         if CUTS > 1:
-            whole_end = gl.minimum(gl.maximum(row_start + band_high + 1, 0), seqlen_kv) // BLOCK_N
+            whole_end = gl.minimum(gl.maximum(start + band_high + 1, 0), seqlen_kv) // BLOCK_N
             whole_from = gl.minimum(gl.maximum(first + blocks - whole_end, 1), blocks)
             for block in range(1, whole_from):
                 position += 1
                 key_start -= BLOCK_N
-                state = step(buffer, position, state, memory, barriers, row_start, key_start, sizes, scale, WARPGROUP, True)
+                state = step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP, True)
         whole_to = blocks
         for block in range(whole_from, whole_to):
             position += 1
             key_start -= BLOCK_N
-            state = step(buffer, position, state, memory, barriers, row_start, key_start, sizes, scale, WARPGROUP, False)
+            state = step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP, False)
         weights, accumulated, row_max, row_sum = state
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
         # The last P V, and the next tile's first scores; after the last tile these come from whatever lies there, and are dropped.
         more = index + 1 < count
-        out_start = row_start
-        row_start = tile_start + WARPGROUP * ROWS
-        blocks = blocks_seen(row_start, next_first, tile_blocks, sizes, BLOCK_N, SKIPS)
+        out_start = start
+        start = tile_start + WARPGROUP * QUERIES
+        blocks = blocks_seen(start, next_first, tile_blocks, sizes, BLOCK_N, QUERIES, SKIPS)
         last = position + 1
         last_slot = last % NUM_STAGES
         position = last
@@ -327,8 +331,10 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
         # A row without a visible key has summed up nothing: it gives 0, and -inf as its log-sum-exp.
         total = gl.convert_layout(gl.sum(row_sum, 1), ROW)
         total = gl.where(total == 0.0, 1.0, total)
-        rows = out_start + gl.arange(0, ROWS, ROW)
-        gl.store(lse + head.to(gl.int64) * seqlen_q + rows, (row_max + gl.log2(total)) * LN_2, mask=rows < seqlen_q)
+        rows = gl.arange(0, ROWS, ROW)
+        queries = out_start + rows % QUERIES
+        places = (head + rows // QUERIES).to(gl.int64) * seqlen_q + queries
+        gl.store(lse + places, (row_max + gl.log2(total)) * LN_2, mask=queries < seqlen_q)
         accumulated = warpgroup_mma_wait(1, deps=(accumulated,))
         if SKIPS:
             mbarrier.arrive(empty.index(last_slot), count=1, pred=position > last)
@@ -340,11 +346,11 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
 
 
 @gluon.jit
-def blocks_seen(row_start, first, tile_blocks, sizes, BLOCK_N: gl.constexpr, SKIPS: gl.constexpr):
+def blocks_seen(start, first, tile_blocks, sizes, BLOCK_N: gl.constexpr, QUERIES: gl.constexpr, SKIPS: gl.constexpr):
     """How many of a tile's blocks a warpgroup walks, counted from the tile's first: the last ones are skipped if it sees no key of them."""
     if SKIPS:
         seqlen_q, seqlen_kv, band_high, band_low = sizes
-        keys_end = gl.minimum(gl.maximum(gl.minimum(row_start + ROWS, seqlen_q) + band_high, 0), seqlen_kv)
+        keys_end = gl.minimum(gl.maximum(gl.minimum(start + QUERIES, seqlen_q) + band_high, 0), seqlen_kv)
         tile_blocks = gl.minimum(gl.maximum(gl.cdiv(keys_end, BLOCK_N) - first, 1), tile_blocks)
     return tile_blocks
 
@@ -363,7 +369,7 @@ def skip(position, count, barriers, WARPGROUP: gl.constexpr, WARPGROUPS: gl.cons
 
 
 @gluon.jit
-def store_rows(tile, out, batch, head, row_start, memory):
+def store_rows(tile, out, batch, head, start, memory):
     """Writes 64 rows of out through shared memory, at most 128 columns at a time. TMA writes nothing beyond the tensor's edges."""
     COLUMNS: gl.constexpr = memory.shape[3]
     rows_memory = memory.reshape([ROWS, COLUMNS])
@@ -372,15 +378,15 @@ def store_rows(tile, out, batch, head, row_start, memory):
         left, right = tile.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)).split()
         rows_memory.store(left.to(memory.dtype))
         fence_async_shared()
-        async_store(out, [batch, head, row_start, 0], memory)
+        async_store(out, [batch, head, start, 0], memory)
         tma.store_wait(0)
         rows_memory.store(right.to(memory.dtype))
         fence_async_shared()
-        async_store(out, [batch, head, row_start, COLUMNS], memory)
+        async_store(out, [batch, head, start, COLUMNS], memory)
     else:
         rows_memory.store(tile.to(memory.dtype))
         fence_async_shared()
-        async_store(out, [batch, head, row_start, 0], memory)
+        async_store(out, [batch, head, start, 0], memory)
 
 
 @gluon.jit

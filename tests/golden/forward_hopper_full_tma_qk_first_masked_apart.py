@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 # ruff: noqa: B007, F841, RUF005, RUF059
 
 # q (batch, heads_q, seqlen_q, head_dim_qk), k (batch, heads_kv, seqlen_kv, head_dim_qk), v (batch, heads_kv, seqlen_kv, head_dim_v)
-# tile        BLOCK_M query rows of one head of one batch item; 64 of them belong to each consumer warpgroup
+# tile        BLOCK_M rows of one batch item, 64 for each consumer warpgroup: QUERIES queries of each of some heads that share K and V.
+#             Row r of a warpgroup is query r % QUERIES of head r // QUERIES
 # block       BLOCK_N keys; a tile walks them from the last one that it sees to the first
 # slot        one of NUM_STAGES in shared memory: K of a block, and V of the block walked before it, which is what one step multiplies
 # position    how many slots were filled before one; it gives the slot, and the phase of the slot's barriers
@@ -19,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
-ROWS = gl.constexpr(64)  # of a warpgroup
+ROWS = gl.constexpr(64)  # of a warpgroup, pairs of a head and a query
 
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -43,7 +44,7 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def tile_at(schedule, index):
-    """(batch, head of Q, head of K and V, first row, first block, number of blocks, head of Q counted through the batch)."""
+    """(batch, first head of Q, head of K and V, first query, first block, number of blocks, first head counted through the batch)."""
     entry = schedule + 8 * (1 + index)
     return (
         gl.load(entry),
@@ -68,12 +69,13 @@ def producer(q, k, v, schedule, memory, barriers):
     BLOCK_N: gl.constexpr = k_memory.shape[3]
     WARPGROUPS: gl.constexpr = out_memory.shape[0]
     Q_STAGES: gl.constexpr = q_memory.shape[0] // WARPGROUPS
+    QUERIES: gl.constexpr = q_memory.shape[3]
     # The block before the first one does not exist: any V is asked for in its place, and never multiplied.
-    v_batch, head_q, v_head, row_start, first, blocks, head = tile_at(schedule, 0)
+    v_batch, head_q, v_head, tile_start, first, blocks, head = tile_at(schedule, 0)
     v_start = 0
     position = 0
     for index in range(gl.load(schedule)):
-        batch, head_q, head_kv, row_start, first, blocks, head = tile_at(schedule, index)
+        batch, head_q, head_kv, tile_start, first, blocks, head = tile_at(schedule, index)
         for block in range(blocks):
             key_start = (first + blocks - 1 - block) * BLOCK_N
             slot = position % NUM_STAGES
@@ -86,7 +88,8 @@ def producer(q, k, v, schedule, memory, barriers):
                     buffer = index % Q_STAGES * WARPGROUPS + warpgroup
                     mbarrier.wait(q_empty.index(buffer), (index // Q_STAGES & 1) ^ 1)
                     mbarrier.expect(q_full.index(buffer), q.block_type.nbytes)
-                    async_load(q, [batch, head_q, row_start + warpgroup * ROWS, 0], q_full.index(buffer), q_memory.index(buffer))
+                    start = tile_start + warpgroup * QUERIES
+                    async_load(q, [batch, head_q, start, 0], q_full.index(buffer), q_memory.index(buffer))
             v_batch, v_head, v_start = batch, head_kv, key_start
             position += 1
     slot = position % NUM_STAGES
@@ -137,7 +140,7 @@ def scaled(tile, factor):
 
 
 @gluon.jit
-def masked(scores, row_start, key_start, sizes):
+def masked(scores, start, key_start, sizes, QUERIES: gl.constexpr):
     """Scores (64, BLOCK_N), -inf where a row does not see the key.
 
     A thread holds two of each eight keys. It compares where the eights begin, which are constants, with bounds for its two rows and two
@@ -155,11 +158,11 @@ def masked(scores, row_start, key_start, sizes):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT: gl.constexpr):
+def softmax_step(scores, row_max, start, key_start, sizes, scale, QUERIES: gl.constexpr, CUT: gl.constexpr):
     """Exponentials (64, BLOCK_N) of one block of scores, the factor for what was accumulated before it, and the new running maximum.
     Everything is in base 2: scale holds log2(e)."""
     if CUT:
-        scores = masked(scores, row_start, key_start, sizes)
+        scores = masked(scores, start, key_start, sizes, QUERIES)
     # The scale is not negative, so it may follow the maximum; the product then fuses with the subtraction.
     new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
     reference = new_max
@@ -171,7 +174,7 @@ def softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT: gl.co
 
 
 @gluon.jit
-def step(buffer, position, state, memory, barriers, row_start, key_start, sizes, scale, WARPGROUP: gl.constexpr, CUT: gl.constexpr):
+def step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP: gl.constexpr, CUT: gl.constexpr):
     """One block of keys: adds P V of the block walked before it, and takes the softmax of its own scores."""
     weights, accumulated, row_max, row_sum = state
     q_memory, k_memory, v_memory, out_memory = memory
@@ -182,7 +185,7 @@ def step(buffer, position, state, memory, barriers, row_start, key_start, sizes,
     scores = issue_scores(q_memory, buffer, k_memory, slot)
     accumulated = issue_output(weights, v_memory, slot, accumulated)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, rescale, row_max = softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUT)
+    weights, rescale, row_max = softmax_step(scores, row_max, start, key_start, sizes, scale, q_memory.shape[3], CUT)
     sums = partial_sum(weights)
     row_sum = scaled(row_sum, rescale) + sums
     accumulated = warpgroup_mma_wait(0, deps=(accumulated,))
@@ -202,11 +205,12 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
     BLOCK_D_V: gl.constexpr = v_memory.shape[4]
     WARPGROUPS: gl.constexpr = out_memory.shape[0]
     Q_STAGES: gl.constexpr = q_memory.shape[0] // WARPGROUPS
+    QUERIES: gl.constexpr = q_memory.shape[3]
     ROW: gl.constexpr = gl.SliceLayout(1, product_layout(BLOCK_N))
     count = gl.load(schedule)
     batch, head_q, head_kv, tile_start, first, tile_blocks, head = tile_at(schedule, 0)
-    row_start = tile_start + WARPGROUP * ROWS
-    blocks = blocks_seen(row_start, first, tile_blocks, sizes, BLOCK_N, SKIPS)
+    start = tile_start + WARPGROUP * QUERIES
+    blocks = blocks_seen(start, first, tile_blocks, sizes, BLOCK_N, QUERIES, SKIPS)
     position = tile_blocks - blocks
     if SKIPS:
         skip(0, position, barriers, WARPGROUP, WARPGROUPS)
@@ -223,7 +227,7 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
         buffer = index % Q_STAGES * WARPGROUPS + WARPGROUP
         key_start = (first + blocks - 1) * BLOCK_N
         row_max = gl.full([ROWS], -float("inf"), gl.float32, ROW)
-        exponentials, rescale, row_max = softmax_step(scores, row_max, row_start, key_start, sizes, scale, CUTS > 0)
+        exponentials, rescale, row_max = softmax_step(scores, row_max, start, key_start, sizes, scale, QUERIES, CUTS > 0)
         accumulated = gl.zeros([ROWS, BLOCK_D_V], gl.float32, product_layout(BLOCK_D_V))
         state = (as_operand(exponentials, v_memory), accumulated, row_max, partial_sum(exponentials))
         whole_from = 1
@@ -231,15 +235,15 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
         for block in range(whole_from, whole_to):
             position += 1
             key_start -= BLOCK_N
-            state = step(buffer, position, state, memory, barriers, row_start, key_start, sizes, scale, WARPGROUP, False)
+            state = step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP, False)
         weights, accumulated, row_max, row_sum = state
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
         # The last P V, and the next tile's first scores; after the last tile these come from whatever lies there, and are dropped.
         more = index + 1 < count
-        out_start = row_start
-        row_start = tile_start + WARPGROUP * ROWS
-        blocks = blocks_seen(row_start, next_first, tile_blocks, sizes, BLOCK_N, SKIPS)
+        out_start = start
+        start = tile_start + WARPGROUP * QUERIES
+        blocks = blocks_seen(start, next_first, tile_blocks, sizes, BLOCK_N, QUERIES, SKIPS)
         last = position + 1
         last_slot = last % NUM_STAGES
         position = last
@@ -269,7 +273,7 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
 
 
 @gluon.jit
-def blocks_seen(row_start, first, tile_blocks, sizes, BLOCK_N: gl.constexpr, SKIPS: gl.constexpr):
+def blocks_seen(start, first, tile_blocks, sizes, BLOCK_N: gl.constexpr, QUERIES: gl.constexpr, SKIPS: gl.constexpr):
     """How many of a tile's blocks a warpgroup walks, counted from the tile's first: the last ones are skipped if it sees no key of them."""
     return tile_blocks
 
@@ -286,7 +290,7 @@ def skip(position, count, barriers, WARPGROUP: gl.constexpr, WARPGROUPS: gl.cons
 
 
 @gluon.jit
-def store_rows(tile, out, batch, head, row_start, memory):
+def store_rows(tile, out, batch, head, start, memory):
     """Writes 64 rows of out through shared memory, at most 128 columns at a time. TMA writes nothing beyond the tensor's edges."""
     COLUMNS: gl.constexpr = memory.shape[3]
     rows_memory = memory.reshape([ROWS, COLUMNS])
@@ -295,15 +299,15 @@ def store_rows(tile, out, batch, head, row_start, memory):
         left, right = tile.reshape([ROWS, 2, COLUMNS]).permute((0, 2, 1)).split()
         rows_memory.store(left.to(memory.dtype))
         fence_async_shared()
-        async_store(out, [batch, head, row_start, 0], memory)
+        async_store(out, [batch, head, start, 0], memory)
         tma.store_wait(0)
         rows_memory.store(right.to(memory.dtype))
         fence_async_shared()
-        async_store(out, [batch, head, row_start, COLUMNS], memory)
+        async_store(out, [batch, head, start, COLUMNS], memory)
     else:
         rows_memory.store(tile.to(memory.dtype))
         fence_async_shared()
-        async_store(out, [batch, head, row_start, 0], memory)
+        async_store(out, [batch, head, start, 0], memory)
 
 
 @gluon.jit
