@@ -47,7 +47,8 @@ def portable(device: Device) -> list[Case]:
 
 
 def specialised(device: Device) -> list[Case]:
-    """Kernels in Gluon: the default of each mask and head dim, and as many others as bring each two choices together in one."""
+    """Kernels in Gluon: the defaults of each mask and head dim, for many queries and for few, whose heads are packed, and as many others as
+    bring each two choices together in one."""
     shape = {"heads_q": 16, "heads_kv": 4, "seqlen_q": 1024}
     cases: dict[Candidate, Problem] = {}
     legal: list[Case] = []
@@ -55,11 +56,13 @@ def specialised(device: Device) -> list[Case]:
     for mask, dim, batch, seqlen_kv in itertools.product(MASKS, (64, 72, 128, 256), (4, 1), (1024, 1048)):
         problem = Problem(**shape, **mask, batch=batch, seqlen_kv=seqlen_kv, head_dim_qk=dim, head_dim_v=dim)  # type: ignore[arg-type]
         if batch == 4 and seqlen_kv == 1024 and dim != 72:
-            cases[space.default(problem, device)] = problem
+            few = replace(problem, seqlen_q=17)
+            cases |= {space.default(each, device): each for each in (problem, few)}
         first: dict[object, Candidate] = {}
         for candidate in space.candidates(problem, device):
             if candidate.variant.backend == "hopper":
-                first[candidate.variant, candidate.config.block_m] = candidate  # the last one has the most keys in a block
+                config = candidate.config
+                first[candidate.variant, config.block_m, config.packed_heads] = candidate  # the last one has the most keys in a block
         for candidate, return_lse in itertools.product(itertools.chain(*map(both_scales, first.values())), (False, True)):
             stored = replace(candidate, variant=replace(candidate.variant, store_lse=return_lse))
             legal.append((stored, replace(problem, return_lse=return_lse)))
@@ -118,7 +121,8 @@ def pairs(candidate: Candidate, problem: Problem) -> frozenset[object]:
     """Each two of the choices that decide the machine code of a forward kernel."""
     choices = {field.name: getattr(candidate.variant, field.name) for field in fields(Variant)} | {"dim": problem.head_dim_qk}
     if candidate.variant.backend == "hopper":
-        choices |= {"block_m": candidate.config.block_m, "cuts": constants_of(candidate, problem)["CUTS"]}
+        config = candidate.config
+        choices |= {"block_m": config.block_m, "packed_heads": config.packed_heads, "cuts": constants_of(candidate, problem)["CUTS"]}
     return frozenset(itertools.combinations(choices.items(), 2))
 
 

@@ -471,6 +471,19 @@ def test_lazy_rescales_pay_where_accumulators_are_many():
         assert (lazy < eager) == pays
 
 
+def test_packed_heads_read_keys_once():
+    """Of 8 heads with 4 queries each a tile has all, and K and V come from L2 once; alone each has a tile of 4 rows. With many queries rows
+    of tiles are full either way."""
+    few = cell(128, seqlen=8192, batch=8, heads_q=64, heads_kv=8, seqlen_q=4)
+    one, packed = (cost.estimate(specialised(block_m=64, ping_pong=False, packed_heads=heads), few, H200) for heads in (1, 8))
+    assert packed.l2_bytes == pytest.approx(theory.compulsory_bytes(few), rel=1e-6)
+    assert one.l2_bytes > 7.9 * packed.l2_bytes and one.flops == 8 * packed.flops
+    assert packed.bound == "dram" and one.time_s > 3 * packed.time_s
+    many = cell(128, batch=1, heads_q=64, heads_kv=8)
+    one, packed = (cost.estimate(specialised(packed_heads=heads), many, H200) for heads in (1, 8))
+    assert packed.flops == one.flops and packed.time_s == pytest.approx(one.time_s, rel=1e-6)
+
+
 def test_narrow_blocks_of_wide_heads_are_at_the_limit_of_shared_memory():
     wide = cost.estimate(specialised(**FASTEST[256]), cell(256), H200)
     usual = cost.estimate(specialised(), cell(), H200)

@@ -424,6 +424,7 @@ def test_hopper_kernels_run_on_sm_90_alone():
         ("ping_pong", dict(block_m=64)),
         ("q_stages", dict(q_stages=3, block_n=64)),
         ("head_group", dict(head_group=64)),
+        ("packed_heads", dict(packed_heads=2)),
     ],
 )
 def test_each_limit_of_hopper_kernels_has_a_name_and_both_figures(name, changes):
@@ -441,6 +442,7 @@ def test_what_means_nothing_to_a_backend_has_one_value_there():
         changed = dataclasses.replace(portable, variant=dataclasses.replace(portable.variant, **{field: value}))
         assert names(space.violations(changed, problem(), H200)) == {field}
     assert names(space.violations(candidate(q_stages=2), problem(), H200)) == {"q_stages"}
+    assert names(space.violations(candidate(packed_heads=2), problem(heads_kv=8), H200)) == {"packed_heads"}
 
 
 @pytest.mark.parametrize(("dim", "wanted", "limit"), [(256, 249, 240), (128, 185, 160)])
@@ -468,6 +470,42 @@ def test_hopper_adds_a_few_hundred_candidates():
     for dim, mask in itertools.product((64, 128, 256), ("full", "causal")):
         found = space.candidates(problem(**LARGE, head_dim_qk=dim, head_dim_v=dim, mask=mask), H200)
         assert 4 <= sum(each.variant.backend == "hopper" for each in found) <= 400
+
+
+FEW = dict(batch=8, heads_q=32, heads_kv=8, seqlen_kv=8192)
+
+
+def test_heads_are_packed_where_that_saves_tiles():
+    """Of 4 heads that share K and V, 4 queries each: 16 of the 64 rows of a tile, and not 4 tiles of 4 rows."""
+    for seqlen_q, expected in ((1, {4}), (4, {4}), (64, {1, 4}), (100, {1, 4}), (1024, {1, 4}), (1152, {1})):
+        few = problem(**FEW, seqlen_q=seqlen_q)
+        found = [each.config for each in space.candidates(few, H200) if each.variant.backend == "hopper"]
+        assert {config.packed_heads for config in found} == expected
+    assert space.without_hopper(problem(seqlen_q=4), H200)
+    odd = specialised(packed_heads=3)
+    assert "packed_heads: is 3, must be a power of two of at most 4" in space.violations(odd, problem(**FEW, seqlen_q=4), H200)
+    none_saved = space.violations(specialised(packed_heads=4), problem(**FEW, seqlen_q=1024), H200)
+    assert none_saved == ["packed_heads: is 4, which makes 2048 tiles, no fewer than 2048"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "seqlen_q", "block_m", "packed_heads"),
+    [
+        ((32, 8), 1, 64, 4),
+        ((64, 8), 1, 64, 8),
+        ((64, 8), 17, 128, 8),
+        ((32, 8), 64, 128, 4),
+        ((32, 8), 128, 128, 1),
+        ((32, 8), 4096, 128, 1),
+    ],
+)
+def test_heads_are_packed_for_few_queries(heads, seqlen_q, block_m, packed_heads):
+    few = problem(**FEW | dict(heads_q=heads[0], heads_kv=heads[1]), seqlen_q=seqlen_q)
+    config = space.default(few, H200).config
+    assert (config.block_m, config.packed_heads) == (block_m, packed_heads)
+    many = space.adapt(space.default(few, H200), problem(**LARGE), H200)
+    assert many.config.packed_heads == 1
+    assert space.adapt(many, few, H200).config.packed_heads == packed_heads
 
 
 def test_a_hopper_winner_is_made_to_fit():

@@ -23,6 +23,9 @@ pytestmark = [
 ]
 
 STRUCTURES = 2  # of each mask and pair of head dims
+# Few queries, and as many as make several tiles; each with keys that end in a block.
+PACKED_LENGTHS = [(1, 777), (5, 100), (17, 1030), (64, 65), (100, 300), (1000, 1030)]
+PACKED = list(itertools.product(("full", "causal", "window", "both sides"), ("64", "128", "256", "odd"), (2, 4, 8)))
 
 
 def structures(mask: str, dims: str) -> list[Candidate]:
@@ -41,10 +44,21 @@ def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
     return awkward.problem(mask, dims, seqlen_q, seqlen_kv, direction="forward", return_lse=True)
 
 
+def packed(mask: str, dims: str, packed_heads: int) -> list[tuple[Problem, list[Candidate]]]:
+    """Problems with such groups of heads, and candidates that pack them. In problems of 4 heads a group only 2 are."""
+    found = []
+    for lengths in PACKED_LENGTHS:
+        stated = replace(problem(mask, dims, *lengths), heads_q=2 * max(4, packed_heads), heads_kv=2)
+        each = structures(mask, dims)
+        found.append((stated, [replace(one, config=replace(one.config, packed_heads=packed_heads)) for one in each]))
+    return found
+
+
 @functools.cache
 def compiled() -> None:
-    cases = itertools.product(MASKS, DIMS, LENGTHS)
-    awkward.compile_all((each, problem(mask, dims, *lengths)) for mask, dims, lengths in cases for each in structures(mask, dims))
+    alone = [(problem(mask, dims, *each), structures(mask, dims)) for mask, dims, each in itertools.product(MASKS, DIMS, LENGTHS)]
+    together = itertools.chain(*itertools.starmap(packed, PACKED))
+    awkward.compile_all((each, stated) for stated, candidates in (*alone, *together) for each in candidates)
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -52,22 +66,32 @@ def compiled() -> None:
 def test_awkward_lengths(mask: str, dims: str) -> None:
     """Whether or not the search would offer the tile for such lengths, its result is right, again and again the same, and the same
     however many programs share the work."""
+    for lengths in LENGTHS:
+        judge(problem(mask, dims, *lengths), structures(mask, dims))
+
+
+@pytest.mark.parametrize(("mask", "dims", "packed_heads"), PACKED)
+def test_packed_heads(mask: str, dims: str, packed_heads: int) -> None:
+    """The same where a tile has rows of several heads."""
+    for stated, candidates in packed(mask, dims, packed_heads):
+        judge(stated, candidates)
+
+
+def judge(stated: Problem, candidates: list[Candidate]) -> None:
     compiled()
     device = Device.current()
-    for lengths in LENGTHS:
-        stated = problem(mask, dims, *lengths)
-        case = check.prepare(stated, "cuda", seed=zlib.crc32(stated.key.encode()))
-        for candidate in structures(mask, dims):
-            kernel = build(candidate, stated, device)
-            results = []
-            for num_sms in (device.num_sms, 3, 3):
-                few = replace(device, num_sms=num_sms)
-                bound = launch.prepare(kernel, stated, case.query, case.key, case.value, case.out, case.lse, few)
-                result = check.check(bound, case)
-                assert result.ok, f"{stated}: {candidate} on {num_sms} SMs: {result.message}"
-                results.append((case.out.clone(), case.lse.clone()))
-            for out, lse in results[1:]:
-                assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{stated}: {candidate}"
+    case = check.prepare(stated, "cuda", seed=zlib.crc32(stated.key.encode()))
+    for candidate in candidates:
+        kernel = build(candidate, stated, device)
+        results = []
+        for num_sms in (device.num_sms, 3, 3):
+            few = replace(device, num_sms=num_sms)
+            bound = launch.prepare(kernel, stated, case.query, case.key, case.value, case.out, case.lse, few)
+            result = check.check(bound, case)
+            assert result.ok, f"{stated}: {candidate} on {num_sms} SMs: {result.message}"
+            results.append((case.out.clone(), case.lse.clone()))
+        for out, lse in results[1:]:
+            assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{stated}: {candidate}"
 
 
 @pytest.mark.parametrize("dims", ["64", "128", "256"])
