@@ -104,7 +104,7 @@ class Config:
     num_stages        depth of the software pipeline over K/V tiles; in a hopper kernel slots, each for one tile of K and one of V.
     maxnreg           cap on registers a thread; None leaves it to the compiler.
     head_group        how many (batch, head) pairs are walked together, row block by row block; 1 finishes a head before the
-                      next. More heads balance causal work better, and want more of L2.
+                      next. More heads balance causal work better, and want more of L2. Packed heads count as one.
     persistent        the grid holds as many programs as fit on the device at once, and each walks over several row blocks;
                       else there is a program for each. The kernel is the same.
     q_stages          buffers for Q in a hopper kernel; with 2 the next tile's Q is loaded early.

@@ -195,6 +195,21 @@ def test_machine_code_of_hopper_kernels(candidate: Candidate, problem: Problem, 
     assert between <= (16 if large else 0) or not old
 
 
+def test_packed_heads_change_nothing_but_boxes() -> None:
+    """Without a mask a kernel of packed heads is that of one head, but for where the second warpgroup's queries begin, 4 after the first
+    ones or 64: rows of several heads lie in shared memory as those of one do."""
+    problem = Problem(batch=1, heads_q=16, heads_kv=1, seqlen_q=1024, seqlen_kv=1024, head_dim_qk=128, head_dim_v=128)
+    config = replace(space.default(problem, H200).config, block_m=128, num_warps=8)
+    texts = []
+    for packed_heads in (1, 16):
+        candidate = Candidate(variant=space.default(problem, H200).variant, config=replace(config, packed_heads=packed_heads))
+        ptx = build(candidate, problem, H200).functions[0].compiled.asm["ptx"]
+        texts.append([line for line in ptx.splitlines() if not re.match(r"\s*(\.(loc|file|b8|b32|b64)|//)", line)])
+    changed = [(one.split(), other.split()) for one, other in zip(*texts, strict=True) if one != other]
+    assert changed
+    assert all(one[:-1] == other[:-1] and (one[-1], other[-1]) == ("64;", "4;") for one, other in changed)
+
+
 def test_every_choice_is_a_case() -> None:
     """A field of Variant that is added later has no value that is never compiled."""
     variants = [case.values[0].variant for case in CASES]  # type: ignore[union-attr]
