@@ -14,8 +14,7 @@ from flashgen.schedule import WARPGROUP_ROWS, forward_tiles, most_packed, tile_r
 ORDERS = ("qk_first", "pv_first")
 MOST_STAGES = 4
 LEAST_LAZY = 128  # accumulators of a thread: worth 5 % with as many, and costs 4 % with 64 (H200, d 256 and 128, N 8192, 2026-11-30)
-
-LEAST_SAVED = 0.9  # tiles with packed heads, relative to those without, from which on they are the default; not measured yet
+WORTH_PACKING = 0.9  # heads are packed by default where that leaves fewer than this share of the tiles; not measured yet
 
 # What these kernels have no choice of.
 FIXED: dict[str, Any] = {"load": "tma", "maxnreg": None, "masked_apart": True, "persistent": True, "fused": False, "split_roles": False}
@@ -38,10 +37,11 @@ def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
         # Everything is padded to 64 columns: four times the work of a portable kernel with 16.
         if dim <= 16:
             yield name, f"is {dim}, padding to 64 columns only pays above 16"
-    # With heads to pack, one tile takes the place of several, however few rows it has.
-    for name, rows, packed in (("seqlen_q", WARPGROUP_ROWS, most_packed(problem)), ("seqlen_kv", 64, 1)):
+    # Where a forward kernel packs heads, one tile takes the place of several, however few rows it has.
+    packs = problem.direction == "forward" and most_packed(problem) > 1
+    for name, rows, filled in (("seqlen_q", WARPGROUP_ROWS, packs), ("seqlen_kv", 64, False)):
         seqlen = getattr(problem, name)
-        if tile_rows(seqlen) < rows and packed == 1:
+        if tile_rows(seqlen) < rows and not filled:
             yield name, f"is {seqlen}, tiles of {rows} rows need more than {rows // 2}"
 
 
@@ -181,7 +181,7 @@ def pick(problem: Problem, device: Device) -> Candidate:
         q_stages=2 if dim <= 128 else 1,
     )
     packed = replace(numbers, packed_heads=most_packed(problem))
-    if forward_tiles(problem, packed) < LEAST_SAVED * forward_tiles(problem, numbers):
+    if forward_tiles(problem, packed) < WORTH_PACKING * forward_tiles(problem, numbers):
         numbers = packed
     variant = Variant(backend="hopper", load="tma", order="qk_first", ping_pong=True, lazy_rescale=dim > 128)
     return Candidate(variant=variant, config=numbers)

@@ -481,7 +481,8 @@ def test_heads_are_packed_where_that_saves_tiles():
         few = problem(**FEW, seqlen_q=seqlen_q)
         found = [each.config for each in space.candidates(few, H200) if each.variant.backend == "hopper"]
         assert {config.packed_heads for config in found} == expected
-    assert space.without_hopper(problem(seqlen_q=4), H200)
+    for without in (problem(seqlen_q=4), problem(**FEW, seqlen_q=4, direction="backward")):
+        assert "seqlen_q: is 4, tiles of 64 rows need more than 32" in space.without_hopper(without, H200)
     odd = specialised(packed_heads=3)
     assert "packed_heads: is 3, must be a power of two of at most 4" in space.violations(odd, problem(**FEW, seqlen_q=4), H200)
     none_saved = space.violations(specialised(packed_heads=4), problem(**FEW, seqlen_q=1024), H200)
