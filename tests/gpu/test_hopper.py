@@ -45,7 +45,7 @@ def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
 
 
 def packed(mask: str, dims: str, packed_heads: int) -> list[tuple[Problem, list[Candidate]]]:
-    """Problems with such groups of heads, and candidates that pack them. In problems of 4 heads a group only 2 are."""
+    """Problems with at least 4 heads that share keys, and candidates that pack so many of them."""
     found = []
     for lengths in PACKED_LENGTHS:
         stated = replace(problem(mask, dims, *lengths), heads_q=2 * max(4, packed_heads), heads_kv=2)
@@ -56,9 +56,14 @@ def packed(mask: str, dims: str, packed_heads: int) -> list[tuple[Problem, list[
 
 @functools.cache
 def compiled() -> None:
-    alone = [(problem(mask, dims, *each), structures(mask, dims)) for mask, dims, each in itertools.product(MASKS, DIMS, LENGTHS)]
-    together = itertools.chain(*itertools.starmap(packed, PACKED))
-    awkward.compile_all((each, stated) for stated, candidates in (*alone, *together) for each in candidates)
+    cases = itertools.product(MASKS, DIMS, LENGTHS)
+    awkward.compile_all((each, problem(mask, dims, *lengths)) for mask, dims, lengths in cases for each in structures(mask, dims))
+
+
+@functools.cache
+def compiled_packed() -> None:
+    cases = itertools.chain(*itertools.starmap(packed, PACKED))
+    awkward.compile_all((each, stated) for stated, candidates in cases for each in candidates)
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -66,6 +71,7 @@ def compiled() -> None:
 def test_awkward_lengths(mask: str, dims: str) -> None:
     """Whether or not the search would offer the tile for such lengths, its result is right, again and again the same, and the same
     however many programs share the work."""
+    compiled()
     for lengths in LENGTHS:
         judge(problem(mask, dims, *lengths), structures(mask, dims))
 
@@ -73,12 +79,12 @@ def test_awkward_lengths(mask: str, dims: str) -> None:
 @pytest.mark.parametrize(("mask", "dims", "packed_heads"), PACKED)
 def test_packed_heads(mask: str, dims: str, packed_heads: int) -> None:
     """The same where a tile has rows of several heads."""
+    compiled_packed()
     for stated, candidates in packed(mask, dims, packed_heads):
         judge(stated, candidates)
 
 
 def judge(stated: Problem, candidates: list[Candidate]) -> None:
-    compiled()
     device = Device.current()
     case = check.prepare(stated, "cuda", seed=zlib.crc32(stated.key.encode()))
     for candidate in candidates:
