@@ -40,9 +40,11 @@ class Variant:
                      come along: five products a pair of query and key, and not deterministic. Else dq has a loop of its own: seven.
     split_roles      of two warpgroups of a backward hopper kernel one sums dv, the other dk, for the same keys, so that accumulators of
                      head dims above 128 fit. Else each has keys of its own, and sums both.
+    float16_dq       a fused kernel adds up dq in float16, each row times a power of two with which no part of its sum overflows. Else in
+                     float32.
 
     A backward module is right for scales of any sign, and has no scale_first. A portable one knows mask, masked_apart, padded and
-    store_lse, and loads by pointers; a hopper one mask, store_lse, fused and split_roles, and loads by TMA.
+    store_lse, and loads by pointers; a hopper one mask, store_lse, fused, split_roles and float16_dq, and loads by TMA.
     """
 
     family: str = "forward"
@@ -59,6 +61,7 @@ class Variant:
     store_lse: bool = False
     fused: bool = False
     split_roles: bool = False
+    float16_dq: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in CHOICES.items():

@@ -32,6 +32,7 @@ class Problem:
     return_lse  the kernel also stores the natural logarithm of each row's sum of exponentials, float32; backward: that has a
                 gradient too, dlse, float32.
     deterministic  backward only: the same inputs give the same bits every time.
+    float16_dq  backward only: a kernel may add up dq in float16 instead of float32; it need not.
     aligned_16  every base address and stride (but the last, which is 1) is a multiple of 16 bytes, as TMA needs.
 
     Spellings of one and the same mask (a causal mask that hides nothing, a window wider than the sequence, a full mask with
@@ -53,6 +54,7 @@ class Problem:
     return_lse: bool = False
     aligned_16: bool = True
     deterministic: bool = False
+    float16_dq: bool = False
 
     def __post_init__(self) -> None:
         for name, least in (
@@ -68,11 +70,15 @@ class Problem:
         for name, allowed in (("dtype", DTYPES), ("mask", MASKS), ("layout", LAYOUTS), ("direction", DIRECTIONS)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        for name in ("return_lse", "aligned_16", "deterministic"):
+        for name in ("return_lse", "aligned_16", "deterministic", "float16_dq"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.deterministic and self.direction == "forward":
             raise ArgumentError("deterministic is True and direction is 'forward'; every forward kernel is, so it must be False")
+        if self.float16_dq:
+            for name, wrong in (("direction", "forward"), ("deterministic", True), ("dtype", "float32")):
+                if getattr(self, name) == wrong:
+                    raise ArgumentError(f"float16_dq is True and {name} is {wrong!r}, which adds up no dq in float16; it must be False")
         if self.heads_q % self.heads_kv:
             raise ArgumentError(f"heads_q is {self.heads_q}, which is not a multiple of heads_kv, {self.heads_kv}")
         left, right = self._checked_window()
@@ -174,6 +180,8 @@ class Problem:
             words.append("unaligned")
         if self.deterministic:
             words.append("deterministic")
+        if self.float16_dq:
+            words.append("float16 dq")
         return ", ".join(words)
 
     @classmethod

@@ -76,6 +76,8 @@ def render(variant: Variant) -> Source:
     entries = ["attention_forward"]
     if variant.family == "backward":
         entries = ["attention_backward_delta", "attention_backward_dkdv", "attention_backward_dq" + "_convert" * variant.fused]
+        if variant.float16_dq:
+            entries.insert(0, "attention_backward_bounds")
     return Source(variant=variant, text=tidy(template.render(variant=variant)), entries=tuple(entries))
 
 

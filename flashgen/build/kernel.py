@@ -31,8 +31,8 @@ from flashgen.schedule import (
 TENSORS = ("q", "k", "v", "out")  # of forward kernels, in the order in which they are given
 GRADIENTS = ("dout", "dq", "dk", "dv")
 STATISTICS = ("lse", "dlse")  # of rows, float32
-SCRATCH = ("delta", "rows", "dq_sum")  # float32, for what one function of a backward kernel leaves to the next
-SCRATCH_TILES = {"rows_tiles": "rows", "dq_tiles": "dq_sum"}  # the same as TMA moves it
+SCRATCH = ("delta", "rows", "bounds", "dq_scales", "dq_sum")  # for what one function of a backward kernel leaves to the next
+SCRATCH_TILES = {"rows_tiles": "rows", "scales_tiles": "dq_scales", "dq_tiles": "dq_sum"}  # the same as TMA moves it
 INTEGERS = ("num_heads", "heads_q", "heads_per_kv", "seqlen_q", "seqlen_kv", "band_low", "band_high", "schedule_width", "dq_beyond")
 ELEMENTS = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}  # Triton's names, and the command line's
 FIRST_WARPS = 4  # of a hopper kernel when it starts: its first warpgroup, which then asks for the others
@@ -197,11 +197,14 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
     columns = dim_qk if tensor.removeprefix("d") in ("q", "k") else dim_v
     if tensor == "rows_tiles":
         return [2 * block_m]
-    if tensor == "dq_tiles":  # a warpgroup's share of a tile, 64 rows, in the order of its registers
-        return [2 * resources.dq_columns(block_m, dim_qk), 32]
+    if tensor == "scales_tiles":
+        return [block_m]
+    share = resources.dq_columns(block_m, dim_qk)  # of a tile's dq, that a warpgroup has, 64 rows of so many columns
+    if tensor == "dq_tiles":  # as they are, or in the order of its registers
+        return [WARPGROUP_ROWS, share] if candidate.variant.float16_dq else [2 * share, 32]
     if entry == "attention_backward_dkdv":
-        if tensor in ("dk", "dv"):  # through the memory of v, or each through that of its own
-            return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, MOST_PART)]
+        if tensor in ("dk", "dv"):  # through the memory of v, or of dq, or each through that of its own
+            return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, share if candidate.variant.float16_dq else MOST_PART)]
         return [1, 1, {"k": numbers["BLOCK_N"], "v": WARPGROUP_ROWS}.get(tensor, block_m), columns]
     if entry == "attention_forward":
         if tensor in ("k", "v"):
@@ -213,6 +216,11 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
     # A warpgroup of a hopper kernel reads and writes its own rows, of several heads if these are packed, and wide ones in parts.
     packed = candidate.config.packed_heads
     return [1, packed, WARPGROUP_ROWS // packed, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
+
+
+def scratch_dtype(name: str, variant: Variant) -> str:
+    """Of the elements of scratch memory, by the name that it has itself or as TMA moves it."""
+    return "float16" if variant.float16_dq and SCRATCH_TILES.get(name, name) == "dq_sum" else "float32"
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
@@ -291,7 +299,8 @@ def _compiled(
         source = GluonASTSource
     types = {name: _type(name, candidate, problem, constants, wide_offsets) for name in function.arg_names}
     for name, block in described.items():
-        types[name] = _descriptor(block, "float32" if name in SCRATCH_TILES else problem.dtype, gluon)
+        dtype = scratch_dtype(name, candidate.variant) if name in SCRATCH_TILES else problem.dtype
+        types[name] = _descriptor(block, dtype, gluon)
     multiples: dict[str, int] = {}
     if problem.aligned_16:
         # What autograd gives as the gradient of a log-sum-exp, and what a caller has kept of it, may begin anywhere.
@@ -326,8 +335,10 @@ def _type(name: str, candidate: Candidate, problem: Problem, constants: Mapping[
         return "constexpr"
     if name in TENSORS or name in GRADIENTS:
         return f"*{ELEMENTS[problem.dtype]}"
-    if name in (*STATISTICS, *SCRATCH, *SCRATCH_TILES):
+    if name in STATISTICS:
         return "*fp32"
+    if name in (*SCRATCH, *SCRATCH_TILES):
+        return f"*{ELEMENTS[scratch_dtype(name, candidate.variant)]}"
     if name == "schedule":
         return "*i32"
     if name == "scale":
@@ -384,6 +395,8 @@ def _require_launchable_on_hopper(candidate: Candidate, problem: Problem, device
             raise BuildError(f"{candidate}: {name} is {getattr(config, name)}; it must be {' or '.join(map(str, allowed))}")
     if variant.fused and variant.split_roles:
         raise BuildError(f"{candidate}: fused and split_roles are both set; at most one may be")
+    if variant.float16_dq and not variant.fused:
+        raise BuildError(f"{candidate}: float16_dq is set and fused is not; the one needs the other")
     if config.maxnreg is not None:
         raise BuildError(f"{candidate}: maxnreg is {config.maxnreg}; a hopper kernel divides the registers itself, so it must be None")
     if problem.itemsize != 2 or not problem.aligned_16:

@@ -189,4 +189,4 @@ def stated(problem: Problem) -> list[str]:
         words.append("--window " + ",".join("-1" if side is None else str(side) for side in problem.window))
     if problem.layout != "bhsd":
         words.append(f"--layout {problem.layout}")
-    return words + ["--" + name.replace("_", "-") for name in ("return_lse", "deterministic") if getattr(problem, name)]
+    return words + ["--" + name.replace("_", "-") for name in ("return_lse", "deterministic", "float16_dq") if getattr(problem, name)]

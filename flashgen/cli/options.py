@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 PAIRS = {"seqlen": ("seqlen_q", "seqlen_kv"), "heads": ("heads_q", "heads_kv"), "head_dim": ("head_dim_qk", "head_dim_v")}
+FLAGS = ("return_lse", "deterministic", "float16_dq")
 STAND_IN = "h200"  # for commands that only reckon, where there is no GPU
 
 
@@ -54,6 +55,9 @@ class ProblemOptions:
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Backward: the same bits every time.", rich_help_panel="Problem")
     ] = False
+    float16_dq: Annotated[
+        bool, typer.Option("--float16-dq", help="Backward: dq may be added up in float16.", rich_help_panel="Problem")
+    ] = False
 
     def problem(self) -> Problem:
         """The one problem that is stated. Raises ArgumentError for several."""
@@ -75,7 +79,7 @@ class ProblemOptions:
             [{"layout": name} for name in _words(texts["layout"])],
             [{"direction": name} for name in _words(self.direction or "forward")],
         ]
-        fixed = {"window": _window(self.window), "return_lse": self.return_lse, "deterministic": self.deterministic}
+        fixed = {"window": _window(self.window)} | {name: getattr(self, name) for name in FLAGS}
         stated = ({name: value for part in parts for name, value in part.items()} for parts in itertools.product(*choices))
         return list(dict.fromkeys(Problem(**self._filled(values | fixed)) for values in stated))
 
@@ -84,7 +88,7 @@ class ProblemOptions:
         for name, value in self._wanted():
             if getattr(problem, name) not in value:
                 return False
-        return problem.return_lse >= self.return_lse and problem.deterministic >= self.deterministic
+        return all(getattr(problem, name) >= getattr(self, name) for name in FLAGS)
 
     def _wanted(self) -> Iterator[tuple[str, tuple[Any, ...]]]:
         for name, both in PAIRS.items():

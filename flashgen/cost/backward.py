@@ -1,4 +1,5 @@
-"""What the functions of a backward kernel do: delta; dk and dv; dq, by a loop of its own, or converted from what the loop before added up.
+"""What the functions of a backward kernel do: bounds of keys and values, where dq is added up in float16; delta; dk and dv; dq, by a loop
+of its own, or converted from what the loop before added up.
 
 Shared memory is the wall of a warp-specialised one: of five products two read both operands from there, the score gradients go through it
 on their way to dq, and so does each step's dq.
@@ -13,7 +14,7 @@ from flashgen.cost.work import Work, contended, cycles_of_block, dram_s, flops_p
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
-from flashgen.resources import dq_columns, resident, uses_warpgroups
+from flashgen.resources import dq_columns, dq_sum_itemsize, resident, uses_warpgroups
 from flashgen.schedule import (
     DQ_KEYS,
     DQ_ROWS,
@@ -66,7 +67,8 @@ def works(candidate: Candidate, problem: Problem, device: Device, resources: Res
     """Of each function, in launch order."""
     model = _Model(candidate, problem, device, resources, fitted)
     last = model.converted() if candidate.variant.fused else model.work(model.dq())
-    return [model.delta(), model.work(model.dkdv()), last]
+    bounds = [model.bounds()] if candidate.variant.float16_dq else []
+    return [*bounds, model.delta(), model.work(model.dkdv()), last]
 
 
 class _Model:
@@ -79,15 +81,19 @@ class _Model:
 
     # ---- functions ---------------------------------------------------------------------------------------------------------
 
+    def bounds(self) -> Work:
+        """K and V once."""
+        return self._streamed(self._row_bytes * self.heads_kv * self.problem.seqlen_kv)
+
     def delta(self) -> Work:
         """out and dout once; a row's delta, and its log-sum-exp in the form that the loops need; zeros where dq is added up."""
         problem = self.problem
         row_bytes = 2 * problem.head_dim_v * problem.itemsize + 4 + 4 * problem.return_lse + 8 * self.hopper
-        return self._streamed(row_bytes + self._scratch_row_bytes)
+        return self._streamed((row_bytes + self._scratch_row_bytes) * self._rows)
 
     def converted(self) -> Work:
-        """dq from float32 to the inputs' type."""
-        return self._streamed(self._scratch_row_bytes + self.problem.head_dim_qk * self.problem.itemsize)
+        """dq from the type of its sums to that of the inputs."""
+        return self._streamed((self._scratch_row_bytes + self.problem.head_dim_qk * self.problem.itemsize) * self._rows)
 
     def dkdv(self) -> _Loop:
         problem, config, device = self.problem, self.candidate.config, self.device
@@ -159,7 +165,7 @@ class _Model:
             part = dq_columns(block_m, dim_qk)
             handed += pairs * size
             read += 2 * block_n * (WARPGROUP_ROWS + part) * size  # dS^T and K, of both warpgroups
-            reduced = 2 * WARPGROUP_ROWS * part * 4
+            reduced = 2 * WARPGROUP_ROWS * part * dq_sum_itemsize(variant)
             adding = reduced / self.fitted.reduce_rate / l2_bytes_per_cycle(self.device, self.fitted)
             handed += 2 * reduced  # into a buffer, and out of it
             wait += adding  # out of one buffer, which the next step wants to write
@@ -281,9 +287,9 @@ class _Model:
             waves=tiles / slots,
         )
 
-    def _streamed(self, row_bytes: float) -> Work:
-        moved = float(self.heads_q * self.problem.seqlen_q * row_bytes)
-        return Work(l2_bytes=moved, dram_bytes=moved, seconds={"dram": dram_s(moved, self.device, self.fitted)})
+    def _streamed(self, moved: int) -> Work:
+        """So many bytes, each once."""
+        return Work(l2_bytes=float(moved), dram_bytes=float(moved), seconds={"dram": dram_s(moved, self.device, self.fitted)})
 
     def _programs(self, tiles: int) -> int:
         return max(1, min(self.resident, math.ceil(tiles / self.device.num_sms)))
@@ -294,6 +300,11 @@ class _Model:
         return (self.problem.head_dim_qk + self.problem.head_dim_v) * self.problem.itemsize
 
     @property
+    def _rows(self) -> int:
+        return self.heads_q * self.problem.seqlen_q
+
+    @property
     def _scratch_row_bytes(self) -> int:
-        """Of the float32 sums of dq."""
-        return 4 * self.dims[0] if self.candidate.variant.fused else 0
+        """Of the sums of dq, and their scale where they are float16."""
+        variant = self.candidate.variant
+        return dq_sum_itemsize(variant) * self.dims[0] + 4 * variant.float16_dq if variant.fused else 0

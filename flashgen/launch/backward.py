@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.build.kernel import SCRATCH, SCRATCH_TILES, Function, Kernel, build
+from flashgen.build.kernel import SCRATCH, SCRATCH_TILES, Function, Kernel, build, scratch_dtype
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
@@ -91,7 +91,7 @@ class BackwardLaunch:
 
     values     the kernel's parameters that the inputs decide, by name.
     views      (shape, strides) of what TMA descriptors describe of the inputs and of scratch memory, by name.
-    scratch    how many float32 each kind of scratch memory holds.
+    scratch    how many elements each kind of scratch memory holds, and of what type.
     unaligned  bits of an address that must be 0.
     programs   of functions that have a schedule.
     index      of the CUDA device; None where Triton's interpreter runs the kernel.
@@ -103,7 +103,7 @@ class BackwardLaunch:
     device: torch.device
     values: Mapping[str, int]
     views: Mapping[str, View]
-    scratch: Mapping[str, int]
+    scratch: Mapping[str, tuple[int, torch.dtype]]
     unaligned: int
     programs: int
     index: int | None
@@ -145,9 +145,8 @@ class BackwardLaunch:
         if steps is None:
             steps = self._bound(strides, {"dq": dq, "dk": dk, "dv": dv})
         # The caching allocator gives scratch memory to others only for what comes later on this stream.
-        scratch = (
-            torch.empty((self.scratch[name],), dtype=torch.float32, device=lse.device) if name in self.scratch else None for name in SCRATCH
-        )
+        device, kinds = lse.device, (self.scratch.get(name) for name in SCRATCH)
+        scratch = (None if kind is None else torch.empty((kind[0],), dtype=kind[1], device=device) for kind in kinds)
         tensors = (query, key, value, out, lse, dout, dlse, dq, dk, dv, *scratch)
         if index is None:
             for step in steps:
@@ -191,7 +190,7 @@ class BackwardLaunch:
         if "schedule" in function.arg_names:
             return self.programs
         config, problem = self.kernel.candidate.config, self.problem
-        if function.name.endswith("dkdv"):
+        if function.name.endswith(("dkdv", "bounds")):
             return key_blocks(problem, config.block_n)
         rows = config.block_n
         if self.kernel.candidate.variant.backend == "hopper":
@@ -230,11 +229,12 @@ def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, d
         values |= stride_arguments(name, tensor, problem.layout)
         views[name] = (shape_of(name, problem), strides_of(tensor, problem.layout))
     scratch = scratch_of(kernel.candidate, problem)
-    if "rows" in scratch:
-        views["rows_tiles"] = ((scratch["rows"],), ())
+    for name in ("rows", "dq_scales"):
+        views[name.removeprefix("dq_") + "_tiles"] = ((scratch.get(name, 0),), ())
     if "dq_sum" in scratch:
-        values["dq_beyond"] = scratch["dq_sum"] // 32
-        views["dq_tiles"] = ((scratch["dq_sum"] // 32, 32), (32,))
+        columns = specialised_dims(problem)[0] if kernel.candidate.variant.float16_dq else 32
+        values["dq_beyond"] = scratch["dq_sum"] // columns
+        views["dq_tiles"] = ((scratch["dq_sum"] // columns, columns), (columns,))
     index = None
     programs = 0
     if not kernel.interpreted:
@@ -251,7 +251,7 @@ def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, d
         device=where,
         values=values,
         views=views,
-        scratch=scratch,
+        scratch={name: (count, _scratch_dtype(name, kernel.candidate)) for name, count in scratch.items()},
         unaligned=15 if kernel.problem.aligned_16 else 0,
         programs=programs,
         index=index,
@@ -259,13 +259,20 @@ def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, d
 
 
 def scratch_of(candidate: Candidate, problem: Problem) -> dict[str, int]:
-    """How many float32 a backward kernel needs of each kind of scratch memory: never more than a few for each element of q."""
+    """How many elements a backward kernel needs of each kind of scratch memory: never more than a few for each element of q."""
     rows = problem.batch * problem.heads_q
     if candidate.variant.backend == "triton":
         return {"delta": rows * problem.seqlen_q}
     tiled = rows * math.ceil(problem.seqlen_q / candidate.config.block_m) * candidate.config.block_m
-    fused = {"dq_sum": tiled * specialised_dims(problem)[0]} if candidate.variant.fused else {}
-    return {"rows": 2 * tiled} | fused
+    scratch = {"rows": 2 * tiled}
+    if candidate.variant.float16_dq:
+        scratch |= {"bounds": 2 * key_blocks(problem, candidate.config.block_n), "dq_scales": tiled}
+    return scratch | ({"dq_sum": tiled * specialised_dims(problem)[0]} if candidate.variant.fused else {})
+
+
+def _scratch_dtype(name: str, candidate: Candidate) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, scratch_dtype(name, candidate.variant))
+    return dtype
 
 
 def _step(
@@ -286,7 +293,8 @@ def _step(
         if name == "scale":
             scale = place
         elif name in function.described:
-            somewhere = like.new_empty(512, dtype=torch.float32 if name in SCRATCH_TILES else like.dtype)
+            dtype = _scratch_dtype(name, function.candidate) if name in SCRATCH_TILES else like.dtype
+            somewhere = like.new_empty(512, dtype=dtype)
             describe = describer(*views[name], function.described[name], somewhere.dtype)
             slots.append((place, CALLED_WITH.index(called_with), encoder(function, loaded, name, describe, somewhere, encodes)))
             arguments += expanded(describe, somewhere) if encodes else []

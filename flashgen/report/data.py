@@ -237,7 +237,8 @@ def _points(summary: Summary, summaries: Sequence[Summary]) -> dict[str, list[li
 
 def _family(summary: Summary) -> tuple[object, ...]:
     problem = summary.problem
-    return problem.direction, problem.deterministic, problem.dtype, problem.head_dim_qk, problem.head_dim_v, problem.mask, problem.window
+    kind = problem.direction, problem.deterministic, problem.float16_dq, problem.dtype
+    return *kind, problem.head_dim_qk, problem.head_dim_v, problem.mask, problem.window
 
 
 def _trials(summary: Summary) -> dict[str, list[Any]]:

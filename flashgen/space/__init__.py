@@ -138,7 +138,18 @@ _RULES: dict[tuple[str, str], Any] = {
     ("backward", "triton"): triton_backward,
     ("backward", "hopper"): hopper_backward,
 }
-_STRUCTURE = ("backend", "load", "order", "ping_pong", "lazy_rescale", "masked_apart", "longest_first", "fused", "split_roles")
+_STRUCTURE = (
+    "backend",
+    "load",
+    "order",
+    "ping_pong",
+    "lazy_rescale",
+    "masked_apart",
+    "longest_first",
+    "fused",
+    "split_roles",
+    "float16_dq",
+)
 _ORDER = ("masked_apart", "persistent", "longest_first", "head_group")  # axes that decide the order of work, not the tile
 
 

@@ -17,7 +17,15 @@ LEAST_LAZY = 128  # accumulators of a thread: worth 5 % with as many, and costs 
 WORTH_PACKING = 0.9  # heads are packed by default where that leaves fewer than this share of the tiles; not measured yet
 
 # What these kernels have no choice of.
-FIXED: dict[str, Any] = {"load": "tma", "maxnreg": None, "masked_apart": True, "persistent": True, "fused": False, "split_roles": False}
+FIXED: dict[str, Any] = {
+    "load": "tma",
+    "maxnreg": None,
+    "masked_apart": True,
+    "persistent": True,
+    "fused": False,
+    "split_roles": False,
+    "float16_dq": False,
+}
 
 Violation = tuple[str, str]  # name of the constraint, message
 

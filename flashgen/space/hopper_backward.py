@@ -43,6 +43,7 @@ def axes(problem: Problem, device: Device) -> dict[str, list[Any]]:
     return {
         "fused": [True, False],
         "split_roles": [False, True],
+        "float16_dq": [True, False] if problem.float16_dq else [False],
         "block_m": [128, 64],
         "block_n": [128, 64],
         "num_stages": list(range(MOST_STAGES, 0, -1)),
@@ -71,6 +72,10 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
         yield "fused", f"is set, head dims are padded to {dim}, and shared memory has room for {MOST_FUSED}"
     if variant.fused and problem.deterministic:
         yield "fused", "is set, but dq is then added up in the order in which programs come along, and the problem is deterministic"
+    if variant.float16_dq and not problem.float16_dq:
+        yield "float16_dq", "is set, but the problem wants dq added up in float32"
+    if variant.float16_dq and not variant.fused:
+        yield "float16_dq", "is set, but a loop of dq alone sums in registers, in float32"
     smem = resources.smem_bytes(candidate, problem, device)
     if smem > device.smem_per_block_bytes:
         yield "smem", f"needs {smem} bytes, {device.name} has {device.smem_per_block_bytes}"
@@ -118,10 +123,16 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     block_m, block_n = (config.block_m, config.block_n) if (config.block_m, config.block_n) in usable else usable[0]
     ordered = is_ordered(problem, device, block_n)
     heads = problem.batch * problem.heads_kv
+    # Where roles are split, fused was no choice.
+    fused = _may_fuse(problem) and (variant.fused or variant.split_roles)
+    structure: dict[str, Any] = {
+        "fused": fused,
+        "split_roles": _splits(problem),
+        "float16_dq": variant.float16_dq and fused and problem.float16_dq,
+    }
     for num_stages in range(min(config.num_stages, MOST_STAGES, _longest_loop(problem, block_m)), 0, -1):
         shrunk = Candidate(
-            # Where roles are split, fused was no choice.
-            variant=replace(variant, fused=_may_fuse(problem) and (variant.fused or variant.split_roles), split_roles=_splits(problem)),
+            variant=replace(variant, **structure),
             config=replace(
                 config,
                 block_m=block_m,

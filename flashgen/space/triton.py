@@ -24,6 +24,7 @@ FIXED: dict[str, Any] = {
     "packed_heads": 1,
     "fused": False,
     "split_roles": False,
+    "float16_dq": False,
 }
 
 Violation = tuple[str, str]  # name of the constraint, message

@@ -29,6 +29,7 @@ FIXED: dict[str, Any] = {
     "head_group": 1,
     "fused": False,
     "split_roles": False,
+    "float16_dq": False,
 }
 
 Violation = tuple[str, str]  # name of the constraint, message
