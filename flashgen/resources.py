@@ -2,7 +2,7 @@
 
 import math
 
-from flashgen.candidate import Candidate, Config, Variant
+from flashgen.candidate import Candidate, Config
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
@@ -95,9 +95,10 @@ def _backward_smem_bytes(candidate: Candidate, problem: Problem, device: Device 
             total += 2 * block_n * block_m * 4
         elif variant.fused:  # both need all score gradients of a step for their half of dq, which leaves from a buffer of its own
             total += DSCORE_BUFFERS[block_m] * block_n * block_m * size
-            total += 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * dq_sum_itemsize(variant)
-        if variant.float16_dq:  # a scale for each row of dq, a step longer than the rest
-            total += (config.num_stages + 1) * block_m * 4
+            if variant.float16_dq:  # out of which dk and dv leave too; and a scale for each row of dq, a step longer than the rest
+                total += 2 * WARPGROUP_ROWS * dim_qk * 2 + (config.num_stages + 1) * block_m * 4
+            else:
+                total += 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
         if variant.fused:
             return total + _BARRIERS
         # Of dq: Q and dO stay; K and V have slots.
@@ -119,11 +120,6 @@ def dq_columns(block_m: int, dim_qk: int) -> int:
     """Columns of a step's dq of which a warpgroup of a fused kernel computes 64 rows: of 64 queries each has half of the columns, of 128
     all of them for half of the queries."""
     return dim_qk if block_m > WARPGROUP_ROWS else dim_qk // 2
-
-
-def dq_sum_itemsize(variant: Variant) -> int:
-    """Bytes of an element of the sums of dq of a fused kernel."""
-    return 2 if variant.float16_dq else 4
 
 
 def consumer_registers(config: Config) -> int:

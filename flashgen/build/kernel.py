@@ -203,8 +203,8 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
     if tensor == "dq_tiles":  # as they are, or in the order of its registers
         return [WARPGROUP_ROWS, share] if candidate.variant.float16_dq else [2 * share, 32]
     if entry == "attention_backward_dkdv":
-        if tensor in ("dk", "dv"):  # through the memory of v, or of dq, or each through that of its own
-            return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, share if candidate.variant.float16_dq else MOST_PART)]
+        if tensor in ("dk", "dv"):  # through the memory of v, or each through that of its own
+            return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, MOST_PART)]
         return [1, 1, {"k": numbers["BLOCK_N"], "v": WARPGROUP_ROWS}.get(tensor, block_m), columns]
     if entry == "attention_forward":
         if tensor in ("k", "v"):

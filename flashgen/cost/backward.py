@@ -14,7 +14,7 @@ from flashgen.cost.work import Work, contended, cycles_of_block, dram_s, flops_p
 from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
-from flashgen.resources import dq_columns, dq_sum_itemsize, resident, uses_warpgroups
+from flashgen.resources import dq_columns, resident, uses_warpgroups
 from flashgen.schedule import (
     DQ_KEYS,
     DQ_ROWS,
@@ -165,7 +165,7 @@ class _Model:
             part = dq_columns(block_m, dim_qk)
             handed += pairs * size
             read += 2 * block_n * (WARPGROUP_ROWS + part) * size  # dS^T and K, of both warpgroups
-            reduced = 2 * WARPGROUP_ROWS * part * dq_sum_itemsize(variant)
+            reduced = 2 * WARPGROUP_ROWS * part * self._sum_itemsize
             adding = reduced / self.fitted.reduce_rate / l2_bytes_per_cycle(self.device, self.fitted)
             handed += 2 * reduced  # into a buffer, and out of it
             wait += adding  # out of one buffer, which the next step wants to write
@@ -304,7 +304,12 @@ class _Model:
         return self.heads_q * self.problem.seqlen_q
 
     @property
+    def _sum_itemsize(self) -> int:
+        """Of the sums of dq of a fused kernel."""
+        return 2 if self.candidate.variant.float16_dq else 4
+
+    @property
     def _scratch_row_bytes(self) -> int:
-        """Of the sums of dq, and their scale where they are float16."""
+        """Of these, and of their scale where they are float16."""
         variant = self.candidate.variant
-        return dq_sum_itemsize(variant) * self.dims[0] + 4 * variant.float16_dq if variant.fused else 0
+        return self._sum_itemsize * self.dims[0] + 4 * variant.float16_dq if variant.fused else 0

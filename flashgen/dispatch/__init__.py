@@ -53,6 +53,7 @@ def attention(
     scale: float | None = ...,
     layout: str = ...,
     return_lse: Literal[False] = ...,
+    float16_dq: bool = ...,
 ) -> Tensor: ...
 
 
@@ -67,6 +68,7 @@ def attention(
     scale: float | None = ...,
     layout: str = ...,
     return_lse: Literal[True],
+    float16_dq: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -80,6 +82,7 @@ def attention(
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
+    float16_dq: bool = False,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale * query key^T + mask) value, by the fastest kernel that flashgen knows for these shapes and this GPU.
@@ -92,6 +95,9 @@ def attention(
     window  (left, right): how many keys a query sees before and after its diagonal, its own not counted; None or -1 is
             unbounded. The diagonal is causal's, else bottom-right; causal masks bound the right side by 0.
     scale   any finite number, also negative; by default 1 / sqrt(head_dim_qk).
+    float16_dq  dq may be added up in float16 instead of float32, in 16-bit types and where it need not be deterministic. No sum overflows:
+            each row has a scale that fits the largest value and key of its head, so a single huge one makes dq coarser. Whether a kernel
+            does so is a matter of what is known to be faster.
 
     Gives out (batch, heads_q, seqlen_q, head_dim_v) in the layout and dtype of the inputs, contiguous; with return_lse also the
     natural logarithm of each row's sum of exponentials, float32 (batch, heads_q, seqlen_q). A row that sees no key is 0, its LSE
@@ -141,6 +147,7 @@ def attention(
             window if window is None else (*window, *map(type, window)),
             layout,
             return_lse,
+            float16_dq,
             scale is not None and scale < 0,
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
             torch.is_autocast_enabled(place) and torch.get_autocast_dtype(place),
@@ -150,7 +157,7 @@ def attention(
     except (AttributeError, RuntimeError, TypeError):  # of what is no plain tensor, or cannot be hashed: the checks will say
         signature = plan = None
     if plan is None:
-        return _first_call(signature, query, key, value, causal, window, scale, layout, return_lse)
+        return _first_call(signature, query, key, value, causal, window, scale, layout, return_lse, float16_dq)
     return plan(query, key, value, scale)
 
 
@@ -181,6 +188,7 @@ def explain(
     scale: float | None = None,
     layout: str = "bhsd",
     return_lse: bool = False,
+    float16_dq: bool = False,
     device: Device | str | None = None,
     database: "Database | None" = None,
 ) -> Explanation:
@@ -195,8 +203,8 @@ def explain(
     negative_scale = scale is not None and checked_scale(scale) < 0
     if isinstance(query, Problem):
         problem = query
-        if (key, value, causal, window, layout, return_lse) != (None, None, False, None, "bhsd", False):
-            raise ArgumentTypeError("tensors or a mask, layout or return_lse are given beside a Problem, which says all of that itself")
+        if (key, value, causal, window, layout, return_lse, float16_dq) != (None, None, False, None, "bhsd", False, False):
+            raise ArgumentTypeError("tensors or other arguments of a call are given beside a Problem, which says all of that itself")
         if device is None:
             device = _planner_here().device(torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_available() else 0))
         elif isinstance(device, str):
@@ -204,7 +212,8 @@ def explain(
     else:
         if device is not None:
             raise ArgumentTypeError("device is given beside tensors, which are on one already; it goes with a Problem")
-        call = checked_call(query, key, value, causal=causal, window=window, layout=layout, return_lse=return_lse)
+        words = dict(causal=causal, window=window, layout=layout, return_lse=return_lse, float16_dq=float16_dq)
+        call = checked_call(query, key, value, **words)
         problem, device = call.problem, _planner_here().device(call.device)
     planner = _planner_here()
     winners = planner.winners() if database is None else database.winners()
@@ -217,6 +226,7 @@ def explain(
         portable=interpreted(),
         failures=failures,
         deterministic=torch.are_deterministic_algorithms_enabled(),
+        float16_dq=float16_dq,
     )
 
 
@@ -235,12 +245,14 @@ def _first_call(
     scale: float | None,
     layout: str,
     return_lse: bool,
+    float16_dq: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     if getattr(query, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "this signature's first call is inside a CUDA graph capture, where nothing can be compiled; call it once before"
         )
-    call = checked_call(query, key, value, causal=causal, window=window, layout=layout, return_lse=return_lse)
+    words = dict(causal=causal, window=window, layout=layout, return_lse=return_lse, float16_dq=float16_dq)
+    call = checked_call(query, key, value, **words)
     if forward_ad._current_level >= 0:
         signature = None  # whether a tensor has a tangent is checked at every call
     return _planner_here().first_call(signature, call, scale)

@@ -60,6 +60,7 @@ class Call:
     copied    some tensor has a last dimension that is not contiguous, or another dtype, and so is copied at every call.
     training  some tensor needs a gradient: the kernel stores the LSE.
     return_lse  the caller gets the LSE.
+    float16_dq  a kernel of the gradients may add up dq in float16.
     query, key, value  the tensors as the kernel gets them.
     """
 
@@ -71,6 +72,7 @@ class Call:
     copied: bool
     training: bool
     return_lse: bool
+    float16_dq: bool
 
     @property
     def device(self) -> torch.device:
@@ -85,7 +87,7 @@ class Call:
         return out, out.new_empty([sizes[dim] for dim in "bhs"], dtype=torch.float32) if problem.return_lse else None
 
 
-def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, layout: Any, return_lse: Any) -> Call:
+def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, layout: Any, return_lse: Any, float16_dq: Any) -> Call:
     """The call that these arguments of `attention` ask for.
 
     Raises ArgumentError, ArgumentTypeError or UnsupportedError naming the first argument that is not right.
@@ -102,6 +104,8 @@ def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, 
         raise ArgumentError(f"causal is {_shown(causal)}; it must be False, True or 'top_left'")
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ArgumentError(f"layout is {_shown(layout)}; it must be one of {', '.join(LAYOUTS)}")
+    if not isinstance(float16_dq, bool):
+        raise ArgumentError(f"float16_dq is {_shown(float16_dq)}; it must be True or False")
     sizes = _sizes(tensors, layout)
     copied = any(needs_copy(tensor, cast) for tensor in tensors.values())
     training = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors.values())
@@ -117,7 +121,7 @@ def checked_call(query: Any, key: Any, value: Any, *, causal: Any, window: Any, 
     )
     if training:
         problem = replace(problem, return_lse=True)
-    return Call(problem=problem, **ready, cast=cast, copied=copied, training=training, return_lse=return_lse)
+    return Call(problem=problem, **ready, cast=cast, copied=copied, training=training, return_lse=return_lse, float16_dq=float16_dq)
 
 
 def needs_copy(tensor: Tensor, cast: torch.dtype | None) -> bool:

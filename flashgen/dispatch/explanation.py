@@ -155,9 +155,11 @@ def explained(
     portable: bool = False,
     failures: Mapping[Candidate, str] | None = None,
     deterministic: bool = False,
+    float16_dq: bool = False,
 ) -> Explanation:
-    """The explanation of what is chosen from these winners; deterministic: of kernels for the gradients of a forward problem, one that is.
+    """The explanation of what is chosen from these winners.
 
+    deterministic: of kernels for the gradients of a forward problem, one that is. float16_dq: one that may add up dq in float16.
     Raises UnsupportedError where flashgen has no kernel.
     """
     space.require_supported(problem, device)
@@ -167,7 +169,8 @@ def explained(
     choice = choose(problem, device, known, negative_scale=negative_scale, portable=portable, failures=failures)
     gradients = None
     if problem.direction == "forward":
-        backward = replace(problem, direction="backward", return_lse=False, deterministic=deterministic)
+        float16_dq = float16_dq and not deterministic and problem.itemsize == 2
+        backward = replace(problem, direction="backward", return_lse=False, deterministic=deterministic, float16_dq=float16_dq)
         gradients = next(choices(backward, device, known, portable=portable, failures=failures), None)
     return Explanation(
         problem=problem,

@@ -29,6 +29,7 @@ class DifferentiablePlan:
     forward     gives (out, lse).
     problem     of the forward kernel.
     return_lse  the caller gets the LSE; the backward pass needs it in any case.
+    float16_dq  dq may be added up in float16, where a problem can allow that.
     choose      (backward problem, kept, gradients, scale) -> what computes these gradients, which it has done once.
     launches    the answers of choose.
     """
@@ -36,6 +37,7 @@ class DifferentiablePlan:
     forward: "Plan"
     problem: Problem
     return_lse: bool
+    float16_dq: bool
     choose: Callable[[Problem, BackwardInputs, Gradients, float], RunBackward]
     launches: dict[Hashable, RunBackward] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class DifferentiablePlan:
             return_lse=kept.dlse is not None,
             aligned_16=aligned and all(strides_aligned(tensor) for tensor in kept.strided_with(gradients)),
             deterministic=deterministic,
+            float16_dq=self.float16_dq and not deterministic and self.problem.itemsize == 2,
         )
         run = self.choose(problem, kept, gradients, scale)
         while len(self.launches) >= MOST_LAUNCHES:

@@ -208,6 +208,7 @@ class Planner:
             forward=plan,
             problem=call.problem,
             return_lse=call.return_lse,
+            float16_dq=call.float16_dq,
             choose=lambda problem, kept, gradients, scale: self._first_backward(problem, device, kept, gradients, scale),
         )
 

@@ -631,7 +631,7 @@ def test_a_call_in_the_interpreter_tries_no_hopper_kernel(kernels: Kernels, capl
 def test_a_failing_winner_gives_way(kernels: Kernels, fresh: plan.Planner, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
     """T23: one warning, the next choice, and the winner stays where it is; explain tells."""
     given = tensors()
-    problem = dispatch.arguments.checked_call(*given, causal=True, window=None, layout="bhsd", return_lse=False).problem
+    problem = dispatch.arguments.checked_call(*given, causal=True, window=None, layout="bhsd", return_lse=False, float16_dq=False).problem
     row = winner(problem)
     fresh._winners = (row,)
     broken = lambda candidate: error if candidate == row.candidate else None  # noqa: E731
