@@ -95,8 +95,8 @@ def _backward_smem_bytes(candidate: Candidate, problem: Problem, device: Device 
             total += 2 * block_n * block_m * 4
         elif variant.fused:  # both need all score gradients of a step for their half of dq, which leaves from a buffer of its own
             total += DSCORE_BUFFERS[block_m] * block_n * block_m * size
-            if variant.float16_dq:  # out of which dk and dv leave too; and a scale for each row of dq, a step longer than the rest
-                total += 2 * WARPGROUP_ROWS * dim_qk * 2 + (config.num_stages + 1) * block_m * 4
+            if variant.float16_dq:  # dk and dv leave from there too; and a scale for each row of dq, a step longer than the rest
+                total += 2 * WARPGROUP_ROWS * dim_qk * 2 + (config.num_stages + 1) * block_m * 4 + 64
             else:
                 total += 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
         if variant.fused:

@@ -199,9 +199,9 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
         return [2 * block_m]
     if tensor == "scales_tiles":
         return [block_m]
-    share = resources.dq_columns(block_m, dim_qk)  # of a tile's dq, that a warpgroup has, 64 rows of so many columns
-    if tensor == "dq_tiles":  # as they are, or in the order of its registers
-        return [WARPGROUP_ROWS, share] if candidate.variant.float16_dq else [2 * share, 32]
+    if tensor == "dq_tiles":  # a warpgroup's share of a tile, 64 rows, in the order of its registers
+        columns = dq_sum_columns(candidate.variant)
+        return [WARPGROUP_ROWS * resources.dq_columns(block_m, dim_qk) // columns, columns]
     if entry == "attention_backward_dkdv":
         if tensor in ("dk", "dv"):  # through the memory of v, or each through that of its own
             return [1, 1, WARPGROUP_ROWS, min(dim_qk, dim_v, MOST_PART)]
@@ -216,6 +216,11 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
     # A warpgroup of a hopper kernel reads and writes its own rows, of several heads if these are packed, and wide ones in parts.
     packed = candidate.config.packed_heads
     return [1, packed, WARPGROUP_ROWS // packed, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
+
+
+def dq_sum_columns(variant: Variant) -> int:
+    """Of the matrix as which TMA sees the sums of dq: 128 bytes."""
+    return 64 if variant.float16_dq else 32
 
 
 def scratch_dtype(name: str, variant: Variant) -> str:

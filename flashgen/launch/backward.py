@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashgen.build.kernel import SCRATCH, SCRATCH_TILES, Function, Kernel, build, scratch_dtype
+from flashgen.build.kernel import SCRATCH, SCRATCH_TILES, Function, Kernel, build, dq_sum_columns, scratch_dtype
 from flashgen.candidate import Candidate
 from flashgen.device import Device
 from flashgen.errors import ArgumentError, LaunchError
@@ -232,7 +232,7 @@ def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, d
     for name in ("rows", "dq_scales"):
         views[name.removeprefix("dq_") + "_tiles"] = ((scratch.get(name, 0),), ())
     if "dq_sum" in scratch:
-        columns = specialised_dims(problem)[0] if kernel.candidate.variant.float16_dq else 32
+        columns = dq_sum_columns(kernel.candidate.variant)
         values["dq_beyond"] = scratch["dq_sum"] // columns
         views["dq_tiles"] = ((scratch["dq_sum"] // columns, columns), (columns,))
     index = None

@@ -87,7 +87,7 @@ def backward(device: Device) -> list[Case]:
 
 def specialised_backward(device: Device) -> list[Case]:
     """Kernels of the backward pass in Gluon, with two slots: the default of each mask at head dims 64, 128 and 256, every structure and
-    tile without a mask, and the deterministic causal ones."""
+    tile without a mask, and the causal ones that are deterministic or have sums in float16."""
     shape = {"direction": "backward", "batch": 4, "heads_q": 16, "heads_kv": 4, "seqlen_q": 1024, "seqlen_kv": 1024}
     cases: dict[Candidate, Problem] = {}
     for mask, dim in itertools.product(MASKS, (64, 128, 256)):
@@ -95,9 +95,11 @@ def specialised_backward(device: Device) -> list[Case]:
         cases[space.default(problem, device)] = problem
         if mask == MASKS[1]:
             cases[space.default(replace(problem, deterministic=True), device)] = problem
-        if mask == MASKS[0]:
-            legal = [candidate for candidate in space.candidates(problem, device) if candidate.variant.backend == "hopper"]
-            cases |= {candidate: problem for candidate in legal if candidate.config.num_stages == 2}
+        if mask == MASKS[2]:
+            continue
+        legal = [each for each in space.candidates(replace(problem, float16_dq=True), device) if each.variant.backend == "hopper"]
+        legal = [candidate for candidate in legal if candidate.config.num_stages == 2]
+        cases |= {candidate: problem for candidate in legal if mask == MASKS[0] or candidate.variant.float16_dq}
     return list(cases.items())
 
 

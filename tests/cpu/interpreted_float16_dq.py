@@ -76,7 +76,8 @@ def case(name: str, keys: int, dim: int) -> dict[str, object]:
     module = load(render(variant))
     blocks, empty = -(-keys // BLOCK), torch.empty
     bounds, rows, scales = empty(2 * blocks), empty(2 * ROWS), empty(ROWS)
-    sums, dq = torch.full((ROWS, dim), math.nan, dtype=torch.float16), torch.empty(ROWS, dim)  # the interpreter does not round to bfloat16, it cuts off
+    sums = torch.full((ROWS, dim), math.nan, dtype=torch.float16)
+    dq = torch.empty(ROWS, dim)  # the interpreter does not round to bfloat16, it cuts off
     strides = (0, 0, dim)
     module.attention_backward_bounds[(blocks,)](k, v, bounds, *strides, *strides, 1, 1, keys, dim, dim, dim, dim, BLOCK)
     given = [exact_out.to(BFLOAT16), lse.float(), dout] + ([] if dlse is None else [dlse.float()])
@@ -92,7 +93,9 @@ def case(name: str, keys: int, dim: int) -> dict[str, object]:
         plain += product
         sums += (product * scales[:, None]).half()
         largest = max(largest, float(sums.abs().max()))
-    module.attention_backward_dq_convert[(2,)](sums, scales, dq, *strides, 1, ROWS, scale, dim, dim, ROWS)
+    # Each warpgroup has half of the columns, in the order of its registers.
+    shares = sums.reshape(4, 2, 8, 2, dim // 32, 2, 4, 2).permute(3, 4, 0, 2, 6, 5, 1, 7).contiguous()
+    module.attention_backward_dq_convert[(2,)](shares, scales, dq, *strides, 1, ROWS, scale, dim, dim, ROWS)
 
     def errors(got: Tensor) -> tuple[float, float]:
         wrong, right = (got.to(DOUBLE) - exact).norm(dim=1), exact.norm(dim=1)

@@ -341,6 +341,24 @@ def test_deterministic_mode_is_told(kernels: Kernels) -> None:
     assert [problem.deterministic for problem, _ in kernels.backward_launches] == [True, False]
 
 
+def test_sums_in_float16_are_allowed_by_the_call(kernels: Kernels) -> None:
+    """Where a problem can allow them: 16-bit gradients, all three, that need not be deterministic."""
+    query, key, value = leaves(dtype=torch.float16)
+    flashgen.attention(query, key, value, float16_dq=True).sum().backward()
+    flashgen.attention(query, key, value).sum().backward()
+    flashgen.attention(query, key.detach(), value.detach(), float16_dq=True).sum().backward()
+    torch.use_deterministic_algorithms(True)
+    try:
+        flashgen.attention(query, key, value, float16_dq=True).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    wide = leaves()
+    flashgen.attention(*wide, float16_dq=True).sum().backward()
+    assert [problem.float16_dq for problem, _ in kernels.backward_launches] == [True, False, False, False, False]
+    with pytest.raises(flashgen.ArgumentError, match="float16_dq is 2; it must be True or False"):
+        flashgen.attention(query, key, value, float16_dq=2)
+
+
 # ---- autograd's own rules ----------------------------------------------------------------------------------------------
 
 
@@ -589,6 +607,25 @@ def test_deterministic_problems_get_no_other_kernels(kernels: Kernels) -> None:
     forward = dataclasses.replace(problem, direction="forward", return_lse=True)
     explanation = dispatch.explanation.explained(forward, device, rows, deterministic=True)
     assert not explanation.gradients.candidate.variant.fused
+
+
+def test_a_problem_that_allows_float16_gets_what_is_known_without(kernels: Kernels) -> None:
+    """Until it has a winner of its own, which no problem gets that does not allow it."""
+    problem, device = asked(kernels)
+    problem = dataclasses.replace(problem, dtype="bfloat16", head_dim_qk=64, head_dim_v=64, seqlen_q=1024, seqlen_kv=1024, aligned_16=True)
+    allowing = dataclasses.replace(problem, float16_dq=True)
+    summed = next(each for each in space.candidates(allowing, device) if each.variant.float16_dq)
+    plain = dataclasses.replace(summed, variant=dataclasses.replace(summed.variant, float16_dq=False))
+    row, own = backward_winner(problem, device, plain), backward_winner(allowing, device, summed)
+    choose = lambda *rows: dispatch.choose(allowing, device, rows)  # noqa: E731
+    assert (choose(row).how, choose(row).candidate, choose(row).distance) == ("nearest", plain, 0.05)
+    assert (choose(row, own).how, choose(row, own).candidate) == ("exact", summed)
+    other = dispatch.choose(problem, device, [own])
+    assert (other.how, other.candidate) == ("nearest", plain)
+    forward = dataclasses.replace(problem, direction="forward", return_lse=True)
+    for flag in (False, True):
+        explanation = dispatch.explanation.explained(forward, device, [own], float16_dq=flag)
+        assert explanation.gradients.candidate.variant.float16_dq == flag
 
 
 @pytest.mark.parametrize("error", [BuildError("ptxas: too many registers"), LaunchError("kernel image is invalid")])

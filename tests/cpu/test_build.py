@@ -37,8 +37,9 @@ def candidate(variant: Variant | None = None, **numbers: int | None) -> Candidat
     return Candidate(variant=variant, config=Config(**config))
 
 
-def backward_candidate(split_roles=False, **numbers):
-    variant = Variant(family="backward", backend="hopper", load="tma", mask="causal", fused=True, split_roles=split_roles)
+def backward_candidate(split_roles=False, fused=True, float16_dq=False, **numbers):
+    structure = dict(fused=fused, split_roles=split_roles, float16_dq=float16_dq)
+    variant = Variant(family="backward", backend="hopper", load="tma", mask="causal", **structure)
     return Candidate(variant=variant, config=Config(**(dict(block_m=64, block_n=128, num_warps=8, num_stages=2) | numbers)))
 
 
@@ -225,6 +226,20 @@ def test_a_backward_hopper_kernel_compiles_and_its_schedule_counts():
     assert mix["HGMMA"] > 0 and mix["UTMALDG"] > 0 and mix["UTMAREDG"] > 0
 
 
+@pytest.mark.parametrize(("block_m", "share"), [(64, 32), (128, 64)])
+def test_sums_in_float16_move_as_float16(block_m, share):
+    """Scales and bounds beside them are float32."""
+    kernel = build(backward_candidate(float16_dq=True, block_m=block_m), dataclasses.replace(PROBLEM, direction="backward"), H200)
+    names = [function.name.removeprefix("attention_backward_") for function in kernel.functions]
+    assert names == ["bounds", "delta", "dkdv", "dq_convert"]
+    loop = kernel.functions[2]
+    assert (loop.described["dq_tiles"], loop.described["scales_tiles"]) == ([share, 64], [block_m])
+    types = [function.compiled.src.signature for function in kernel.functions]
+    assert types[2]["dq_tiles"].startswith(f"tensordesc<fp16[{share}, 64]")
+    assert (types[1]["dq_sum"], types[3]["dq_sum"], types[1]["bounds"], types[3]["dq_scales"]) == ("*fp16", "*fp16", "*fp32", "*fp32")
+    assert sass_mix(kernel)["UTMAREDG"] > 0
+
+
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
@@ -234,6 +249,7 @@ def test_a_backward_hopper_kernel_compiles_and_its_schedule_counts():
         ({"q_stages": 2}, "q_stages is 2; it must be 1"),
         ({"split_roles": True}, "block_n is 128; it must be 64"),
         ({"split_roles": True, "block_n": 64}, "fused and split_roles are both set"),
+        ({"fused": False, "float16_dq": True}, "float16_dq is set and fused is not"),
     ],
 )
 def test_numbers_that_a_backward_hopper_kernel_is_not_written_for_are_refused(numbers, words):

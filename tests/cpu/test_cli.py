@@ -150,6 +150,7 @@ def test_directions() -> None:
     ]  # fmt: skip
     assert {problem.direction for problem in problems(**shape)} == {"forward"}
     assert all(problem.deterministic for problem in problems(**shape, direction="backward", deterministic=True))
+    assert all(problem.float16_dq for problem in problems(**shape, direction="backward", float16_dq=True))
 
 
 @pytest.mark.parametrize("name", ["bf16", "bfloat16"])
@@ -218,6 +219,7 @@ def test_several_problems_where_one_is_wanted() -> None:
         ({"heads_kv": "8"}, False),
         ({"return_lse": True}, False),
         ({"deterministic": True}, False),
+        ({"float16_dq": True}, False),
         ({"direction": "backward"}, False),
         ({"direction": "forward,backward"}, True),
         ({"window": "64,0"}, False),
@@ -667,6 +669,8 @@ def test_both_directions_are_tuned_explained_and_listed(monkeypatch: pytest.Monk
     explanation = answer("explain", *backward, "--deterministic")
     assert explanation["problem"]["deterministic"] and explanation["gradients"] is None
     assert explanation["candidate"]["variant"]["family"] == "backward" and explanation["bound_us"] > 0
+    explanation = answer("explain", *backward, "--float16-dq")
+    assert explanation["problem"]["float16_dq"] and "float16_dq" not in explanation["candidate"]["variant"]
     error = refused("generate", *backward, "--out", str(tmp_path / "kernel"))
     assert "launchers are written for forward kernels only; --variant backward_" in error
     name = error.split("--variant ")[1].split()[0]

@@ -18,8 +18,9 @@ def test_keys_of_forward_problems_are_what_they_were():
     """Fields that were added later are not part of the stored form where they are at their default."""
     assert FORWARD.key == "07614b477e80c709842b3acfc49e308e1fd7feea9cfe3f3f20760909b583601c"
     assert set(canonical.to_dict(BACKWARD)) == set(canonical.to_dict(FORWARD)) | {"direction"}
-    assert len({each.key for each in (FORWARD, BACKWARD, replace(BACKWARD, deterministic=True))}) == 3
-    for each in (BACKWARD, replace(BACKWARD, deterministic=True)):
+    others = BACKWARD, replace(BACKWARD, deterministic=True), replace(BACKWARD, float16_dq=True)
+    assert len({each.key for each in (FORWARD, *others)}) == 4
+    for each in others:
         assert Problem.from_dict(canonical.to_dict(each)) == each
 
 
@@ -48,6 +49,16 @@ def test_directions_are_named():
         replace(BACKWARD, deterministic=1)
     with pytest.raises(ArgumentError, match="deterministic is True and direction is 'forward'"):
         replace(FORWARD, deterministic=True)
+    with pytest.raises(ArgumentError, match="float16_dq is 1; it must be True or False"):
+        replace(BACKWARD, float16_dq=1)
+    for problem, words in (
+        (FORWARD, "direction is 'forward'"),
+        (replace(BACKWARD, deterministic=True), "deterministic is True"),
+        (replace(BACKWARD, dtype="float32"), "dtype is 'float32'"),
+    ):
+        with pytest.raises(ArgumentError, match=f"float16_dq is True and {words}"):
+            replace(problem, float16_dq=True)
+    assert str(replace(BACKWARD, float16_dq=True)) == f"{BACKWARD}, float16 dq"
     assert str(FORWARD).startswith("forward, ") and str(BACKWARD) == str(FORWARD).replace("forward", "backward")
     words = str(replace(BACKWARD, deterministic=True, return_lse=True)).split(", ")
     assert words[-2:] == ["with dlse", "deterministic"]

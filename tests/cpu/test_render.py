@@ -37,7 +37,7 @@ SPECIALISED_BACKWARD = [
     Variant(family="backward", backend="hopper", load="tma", mask=mask, padded=padded, store_lse=store_lse, **structure)
     for mask in CHOICES["mask"]
     for padded, store_lse in itertools.product((False, True), repeat=2)
-    for structure in (dict(), dict(fused=True), dict(split_roles=True))
+    for structure in (dict(), dict(fused=True), dict(fused=True, float16_dq=True), dict(split_roles=True))
 ]
 VARIANTS = PORTABLE + SPECIALISED + BACKWARD + SPECIALISED_BACKWARD
 
@@ -76,6 +76,7 @@ def test_golden(pytestconfig: pytest.Config) -> None:
         Variant(**hopper, mask="causal", ping_pong=True, lazy_rescale=True, longest_first=True, store_lse=True),
         Variant(family="backward", mask="causal"),
         Variant(family="backward", backend="hopper", load="tma", mask="causal", fused=True),
+        Variant(family="backward", backend="hopper", load="tma", mask="causal", fused=True, float16_dq=True, store_lse=True),
         Variant(family="backward", backend="hopper", load="tma", store_lse=True, split_roles=True),
     ]
     if pytestconfig.getoption("--update-golden"):

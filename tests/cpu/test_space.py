@@ -529,9 +529,10 @@ def test_a_hopper_winner_is_made_to_fit():
 # ---- backward kernels -------------------------------------------------------------------------------------------------------
 
 
-def backward(dim=128, fused=True, split_roles=False, **numbers):
+def backward(dim=128, fused=True, split_roles=False, float16_dq=False, **numbers):
     values = dict(block_m=128 if dim == 64 else 64, block_n=64 if dim == 256 else 128, num_warps=8, num_stages=2)
-    variant = Variant(family="backward", backend="hopper", mask="causal", load="tma", fused=fused, split_roles=split_roles)
+    structure = dict(fused=fused, split_roles=split_roles, float16_dq=float16_dq)
+    variant = Variant(family="backward", backend="hopper", mask="causal", load="tma", **structure)
     return Candidate(variant=variant, config=Config(**(values | numbers)))
 
 
@@ -590,6 +591,8 @@ def test_what_hopper_kernels_do_not_take_has_a_portable_backward():
         ("split_roles", backward(256, fused=False), dict(dim=256)),
         ("fused", backward(256, split_roles=True), dict(dim=256)),
         ("fused", backward(), dict(deterministic=True)),
+        ("float16_dq", backward(float16_dq=True), dict()),
+        ("float16_dq", backward(fused=False, float16_dq=True), dict(float16_dq=True)),
         ("smem", backward(num_stages=3), dict()),
         ("num_stages", backward(fused=False, num_stages=4), dict()),
         ("num_stages", backward(), dict(seqlen_q=64)),
@@ -627,6 +630,21 @@ def test_a_backward_winner_is_made_to_fit():
     assert space.adapt(portable, gradients(256), H200).config.block_n == 64
     assert space.adapt(portable, gradients(128, dtype="float32"), A100) is not None
     assert space.adapt(portable, gradients(64, seqlen_q=20, seqlen_kv=20), H200).config.block_n == 32
+
+
+def test_sums_in_float16_are_a_permission():
+    """It adds the fused kernels with such sums to the space, and takes nothing away."""
+    for dim, added in ((64, 5), (128, 2), (256, 0)):
+        allowed, strict = (set(space.candidates(gradients(dim, mask="full", float16_dq=flag), H200)) for flag in (True, False))
+        assert strict < allowed if added else strict == allowed
+        assert len(allowed - strict) == added
+        assert all(each.variant.fused and each.variant.float16_dq for each in allowed - strict)
+    summed = backward(float16_dq=True)
+    assert space.adapt(summed, gradients(float16_dq=True, seqlen_kv=2048), H200) == summed
+    assert space.adapt(summed, gradients(), H200) == backward()
+    assert space.adapt(summed, gradients(256, float16_dq=True), H200) == backward(256, False, True)
+    assert space.adapt(backward(), gradients(float16_dq=True), H200) == backward()
+    assert not space.default(gradients(float16_dq=True), H200).variant.float16_dq  # not measured yet
 
 
 def test_the_backward_space_is_small():

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import flashgen
-from flashgen import reference
+from flashgen import dispatch, reference, space
+from flashgen.dispatch import plan
 from flashgen.errors import FlashgenError
 
 pytestmark = pytest.mark.gpu
@@ -205,6 +206,30 @@ def test_first_backward_in_a_capture_is_refused() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(doubled, q.detach() * 2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs sm_90")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_sums_of_dq_in_float16(head_dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they are allowed, and a kernel that makes use of it is chosen."""
+    chosen = []
+
+    def choices(problem, device, winners, **more):
+        for candidate in space.candidates(problem, device):
+            if candidate.variant.float16_dq:
+                chosen.append(candidate)
+                yield dispatch.Choice(candidate=candidate, how="default")
+        yield from dispatch.choices(problem, device, winners, **more)
+
+    monkeypatch.setattr(plan, "choices", choices)
+    dispatch.reset()
+    q, k, v = leaves((2, 6, 1000, head_dim), (2, 2, 1100, head_dim), (2, 2, 1100, head_dim))
+    out, lse = flashgen.attention(q, k, v, causal=True, return_lse=True, float16_dq=True)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    gradients = torch.autograd.grad([out, lse], (q, k, v), [dout, dlse])
+    dispatch.reset()
+    assert len(chosen) == 1
+    close(gradients, (q, k, v), dout, dlse, mask="causal")
 
 
 def test_as_pytorch_trains() -> None:

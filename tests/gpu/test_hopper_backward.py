@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import zlib
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from flashgen import check, launch, space
 from flashgen.build import build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
+from flashgen.launch import BackwardInputs
 from flashgen.problem import Problem
 from tests.gpu import awkward
 from tests.gpu.awkward import DIMS, LENGTHS, MASKS
@@ -33,8 +35,9 @@ def structures(stated: Problem) -> list[Candidate]:
 
 
 def problem(mask: str, dims: str, seqlen_q: int, seqlen_kv: int) -> Problem:
-    """Whether the LSE has a gradient differs from one mask to the next."""
-    return awkward.problem(mask, dims, seqlen_q, seqlen_kv, direction="backward", return_lse=mask in ("causal", "both sides"))
+    """Whether the LSE has a gradient differs from one mask to the next. dq may be added up in float16, and in float32 all the same."""
+    stated = awkward.problem(mask, dims, seqlen_q, seqlen_kv, direction="backward", return_lse=mask in ("causal", "both sides"))
+    return replace(stated, float16_dq=True)
 
 
 @functools.cache
@@ -75,3 +78,43 @@ def test_stress(dims: str) -> None:
         bound = launch.prepare_backward(build(candidate, stated, device), stated, case.given, device)
         result = check.stress_backward(bound, stated, "cuda", seed=3, repeats=30, same_dq=not candidate.variant.fused)
         assert result.ok, f"{candidate}: {result.message}"
+
+
+@pytest.mark.parametrize(("of_v", "of_dout"), [(2.0**60, 2.0**40), (2.0**-50, 2.0**-50), (2.0**80, 2.0**-80), (2.0**13, 2.0**13)])
+@pytest.mark.parametrize("dims", ["64", "128"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_sums_in_float16_of_huge_and_tiny_numbers(mask: str, dims: str, of_v: float, of_dout: float, monkeypatch) -> None:
+    """Gradients are linear in v and dout, and times powers of two they keep their bits, but for the order in which dq was added up. What
+    lay in scratch memory before does not matter."""
+    device = Device.current()
+    stated = problem(mask, dims, 1000, 1030)
+    case = check.prepare_backward(stated, "cuda", seed=5)
+    query, key, value, out, lse, dout, dlse = case.given
+    given = BackwardInputs(
+        query, key, value * of_v, out * of_v, lse, dout * of_dout, None if dlse is None else (dlse * of_v * of_dout).contiguous()
+    )
+    empty = torch.empty
+    for candidate in structures(stated):
+        if candidate.variant.float16_dq:
+            bound = launch.prepare_backward(build(candidate, stated, device), stated, given, device)
+            case.poison()
+            monkeypatch.setattr(torch, "empty", lambda *sizes, **more: empty(*sizes, **more).fill_(math.nan))
+            bound(*given, *case.gradients, case.scale)
+            monkeypatch.undo()
+            dq, dk, dv = case.gradients
+            result = check.judge_backward(dq / of_v / of_dout, dk / of_v / of_dout, dv / of_dout, case)
+            assert result.ok, f"{candidate}: {result.message}"
+
+
+def test_sums_in_float16_that_do_not_fit_are_no_numbers() -> None:
+    """An infinite value, which every row sees."""
+    device = Device.current()
+    stated = problem("full", "128", 1000, 1030)
+    case = check.prepare_backward(stated, "cuda", seed=6)
+    value = case.given.value.clone()
+    value[0, 0, 0, 0] = math.inf
+    for candidate in structures(stated):
+        bound = launch.prepare_backward(build(candidate, stated, device), stated, case.given._replace(value=value), device)
+        bound(*case.given._replace(value=value), *case.gradients, case.scale)
+        assert not case.gradients.dq[0].isfinite().any(dim=-1).all(), str(candidate)
+        assert case.gradients.dq[1].isfinite().all(), str(candidate)
