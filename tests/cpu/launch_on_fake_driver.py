@@ -160,14 +160,25 @@ def kernel_of(load, for_problem=problem, mask="causal", wide=False, **config):
     return build(Candidate(variant=variant, config=Config(**config)), for_problem, H200, wide_offsets=wide)
 
 
-def watch(kernel, expand):
-    """Reads parameters by the kernel's signature; a descriptor comes with its sizes and strides."""
-    types.clear()
-    for kind in kernel.compiled.src.signature.values():
-        if kind.startswith("tensordesc") and expand:
-            types.extend([kind, *["i32"] * 4, *["i64"] * 4])
+def rank_of(kind):
+    return kind.partition("[")[2].partition("]")[0].count(",") + 1
+
+
+def expanded(function):
+    """Types of a function's parameters; a descriptor comes with its sizes and strides."""
+    kinds = []
+    for kind in function.compiled.src.signature.values():
+        if kind.startswith("tensordesc"):
+            kinds.extend([kind, *["i32"] * rank_of(kind), *["i64"] * rank_of(kind)])
         elif kind != "constexpr":
-            types.append(kind)
+            kinds.append(kind)
+    return kinds
+
+
+def watch(kernel, expand):
+    """Reads parameters by the kernel's signature."""
+    kinds = kernel.compiled.src.signature.values()
+    types[:] = expanded(kernel) if expand else [kind for kind in kinds if kind != "constexpr"]
 
 
 def named(kernel, launch):
@@ -178,8 +189,8 @@ def named(kernel, launch):
         if kind != "constexpr":
             found[name] = next(values)
             if kind.startswith("tensordesc"):
-                found[f"{name}_sizes"] = [next(values) for _ in range(4)]
-                found[f"{name}_strides"] = [next(values) for _ in range(4)]
+                found[f"{name}_sizes"] = [next(values) for _ in range(rank_of(kind))]
+                found[f"{name}_strides"] = [next(values) for _ in range(rank_of(kind))]
     return {**launch, "parameters": found}
 
 
@@ -368,6 +379,27 @@ for wanted in ((dq, dk, dv), (dq, None, None), (None, dk, None)):
     words = [name for name, gradient in zip(("dq", "dk", "dv"), wanted) if gradient is not None]
     seen["_".join(["backward", *words])] = {functions[each["function"]].name: named(functions[each["function"]], each) for each in launches}
 seen["backward_unaligned"] = refused(launch, query, key, value, out, lse, moved(dout, 0x80002), dlse, dq, dk, dv, 1.0)
+
+# Sums of dq in float16: what is allocated between the functions of a hopper kernel, and where each finds it.
+allocated = []
+
+
+def allocate(shape, dtype, device):
+    allocated.append(FakeTensor.contiguous(*shape, address=0x1000000 * (1 + len(allocated)), dtype=dtype))
+    return allocated[-1]
+
+
+torch.empty = allocate
+variant = Variant(family="backward", backend="hopper", load="tma", mask="causal", store_lse=True, fused=True, float16_dq=True)
+kernel = build(Candidate(variant=variant, config=Config(block_m=64, block_n=128, num_warps=8, num_stages=2)), backward_problem, H200)
+dout = FakeTensor.contiguous(2, 6, 130, 64, address=0x80000)
+launch = prepare_backward(kernel, backward_problem, BackwardInputs(query, key, value, out, lse, dout, dlse), H200)
+functions = {function.on(1).function: function for function in kernel.functions}
+types_of |= {handle: expanded(function) for handle, function in functions.items()}
+launches.clear()
+launch(query, key, value, out, lse, dout, dlse, dq, dk, dv, 0.125)
+seen["float16_dq"] = {functions[each["function"]].name: named(functions[each["function"]], each) for each in launches}
+seen["float16_dq_scratch"] = [(str(each.dtype), each.numel(), each.address) for each in allocated]
 torch.empty = empty
 
 # A release of Triton whose C function is not known goes through its Python launcher.

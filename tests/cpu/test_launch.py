@@ -218,6 +218,26 @@ def test_a_backward_kernel_launches_what_is_needed(seen):
     assert seen["backward_unaligned"].startswith("LaunchError: ") and "16-byte aligned" in seen["backward_unaligned"]
 
 
+def test_sums_in_float16_have_half_the_memory_and_scales_beside_them(seen):
+    """Two float32 a row, two for each 128 keys of a head, a scale a row, and the sums as rows of 128 bytes."""
+    tiles, blocks = 12 * 3, 6 * 2
+    sizes = [2 * tiles * 64, 2 * blocks, tiles * 64, tiles * 64 * 64]
+    kinds = ["torch.float32", "torch.float32", "torch.float32", "torch.float16"]
+    assert [each[:2] for each in seen["float16_dq_scratch"]] == [list(each) for each in zip(kinds, sizes)]
+    rows, bounds, scales, sums = (address for _, _, address in seen["float16_dq_scratch"])
+    launched = seen["float16_dq"]
+    assert [name.removeprefix("attention_backward_") for name in launched] == ["bounds", "delta", "dkdv", "dq_convert"]
+    assert [each["grid"] for each in launched.values()] == [blocks, tiles, blocks, 2 * tiles]
+    of_bounds, of_delta, of_loop, of_convert = (each["parameters"] for each in launched.values())
+    key = {"k": 0x20000, "stride_kb": 200 * 256, "stride_kh": 64, "stride_ks": 256}
+    assert (key | {"v": 0x30000, "bounds": bounds, "heads_q": 6, "heads_per_kv": 2, "seqlen_kv": 200}).items() <= of_bounds.items()
+    scratch = {"rows": rows, "bounds": bounds, "dq_scales": scales, "dq_sum": sums}
+    assert (scratch | {"heads_per_kv": 2, "seqlen_q": 130, "seqlen_kv": 200}).items() <= of_delta.items()
+    assert of_loop["dq_tiles_sizes"] == [tiles * 64, 64] and of_loop["dq_beyond"] == tiles * 64
+    assert (of_loop["scales_tiles_sizes"], of_loop["rows_tiles_sizes"]) == ([tiles * 64], [2 * tiles * 64])
+    assert {"dq_sum": sums, "dq_scales": scales, "dq": 0xA0000, "scale": 0.125}.items() <= of_convert.items()
+
+
 @pytest.mark.parametrize("load", ["pointer", "tma", "hopper"])
 def test_an_unknown_release_launches_through_tritons_own_launcher(seen, load):
     """T22"""
