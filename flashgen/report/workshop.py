@@ -147,5 +147,5 @@ def _is_plain(problem: Problem) -> bool:
         and problem.head_dim_qk == problem.head_dim_v
         and problem.window == (None, None)
         and problem.mask in ("full", "causal")
-        and not problem.return_lse
+        and not (problem.return_lse or problem.float16_dq)
     )

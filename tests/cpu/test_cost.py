@@ -62,6 +62,7 @@ problems = st.sampled_from(
         cell(64, "causal", 2048, direction="backward"),
         cell(256, "causal", 512, heads_kv=1, direction="backward"),
         cell(64, seqlen=512, window=(128, 0), direction="backward", deterministic=True),
+        cell(64, "causal", 2048, direction="backward", float16_dq=True),
         cell(head_dim_qk=72, head_dim_v=40, seqlen_q=333, seqlen_kv=999, return_lse=True, direction="backward"),
         cell(batch=1, heads_q=2, heads_kv=1, seqlen_q=100, seqlen_kv=33, mask="causal", direction="backward"),
         cell(64, "causal", 1024, dtype="float32", direction="backward"),

@@ -117,6 +117,7 @@ def test_records_filters(database: Database) -> None:
         {"aligned_16": False},
         {"direction": "backward"},
         {"direction": "backward", "deterministic": True},
+        {"direction": "backward", "float16_dq": True},
     ],
     ids=lambda change: "-".join(map(str, next(iter(change.items())))),
 )

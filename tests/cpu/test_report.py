@@ -331,6 +331,7 @@ def test_chance_is_no_importance() -> None:
         dict(window=(128, 0)),
         dict(mask="full", window=(-1, 300)),
         dict(direction="backward", deterministic=True),
+        dict(direction="backward", float16_dq=True),
     ],
 )
 def test_commands_state_the_very_problem(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,7 +215,7 @@ def attention_backward_delta(
     log2_k = largest(own_bounds + num_blocks, num_blocks)
     log2_dlse = tl.log2(tl.maximum(tl.abs(dlse_rows), LEAST))
     scales = fitting_scales(log2_of_norms(dout_tile.to(tl.float32)), log2_dlse, log2_v, log2_k, num_blocks)
-    tl.store(dq_scales + tile * BLOCK_M + tl.arange(0, BLOCK_M), scales)
+    tl.store(dq_scales + tile * BLOCK_M + tl.arange(0, BLOCK_M), tl.where(lse_rows == float("inf"), 1.0, scales))  # weights of 0 fit
     own_sum = dq_sum + tile * (BLOCK_M * BLOCK_D_QK) + tl.arange(0, BLOCK_M * BLOCK_D_QK)
     tl.store(own_sum, tl.zeros([BLOCK_M * BLOCK_D_QK], tl.float16))
 
