@@ -169,6 +169,8 @@ class _Model:
             adding = reduced / self.fitted.reduce_rate / l2_bytes_per_cycle(self.device, self.fitted)
             handed += 2 * reduced  # into a buffer, and out of it
             wait += adding  # out of one buffer, which the next step wants to write
+            if variant.float16_dq:  # each element times its row's scale
+                issue += 2 * WARPGROUP_ROWS * part / 32
         loaded = block_m * (dim_qk + dim_v) * size
         l2_bytes = block_m * (self._row_bytes + 8)
         l2 = l2_bytes / l2_bytes_per_cycle(self.device, self.fitted) + adding

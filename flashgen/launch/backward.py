@@ -229,8 +229,7 @@ def prepare_backward(kernel: Kernel, problem: Problem, inputs: BackwardInputs, d
         values |= stride_arguments(name, tensor, problem.layout)
         views[name] = (shape_of(name, problem), strides_of(tensor, problem.layout))
     scratch = scratch_of(kernel.candidate, problem)
-    for name in ("rows", "dq_scales"):
-        views[name.removeprefix("dq_") + "_tiles"] = ((scratch.get(name, 0),), ())
+    views |= {tiles: ((scratch[name],), ()) for tiles, name in SCRATCH_TILES.items() if name in scratch}
     if "dq_sum" in scratch:
         columns = dq_sum_columns(kernel.candidate.variant)
         values["dq_beyond"] = scratch["dq_sum"] // columns
