@@ -33,7 +33,7 @@ def structures(mask: str, dims: str) -> list[Candidate]:
     large = problem(mask, dims, 4096, 4096)
     by_kind: dict[object, Candidate] = {}
     for candidate in space.candidates(large, Device.named("h200")):
-        if candidate.variant.backend == "hopper":
+        if candidate.variant.backend == "hopper" and candidate.config.packed_heads == 1:
             by_kind.setdefault((candidate.variant, candidate.config.block_m, candidate.config.block_n), candidate)
     kinds = list(by_kind.values())
     random.Random(f"{mask} {dims}").shuffle(kinds)
