@@ -17,6 +17,9 @@ from flashgen.space.hopper import misfits
 TILES = {64: ((128, 128), (64, 128)), 128: ((64, 128),), 256: ((64, 64),)}
 MOST_STAGES = 3
 MOST_FUSED = 128  # head dim: with more, shared memory has no room for the score gradients and dq
+# Queries of a tile whose dq is worth adding up in float16: +4 % (d 64, full, N 1024 and 4096). With 64 queries scales cost more than the
+# bytes that they save: -3 % at d 64, -4 to -7 % at d 128 (H200, 2026-11-30).
+FLOAT16_QUERIES = 128
 
 # What these kernels have no choice of.
 FIXED: dict[str, Any] = {
@@ -76,6 +79,8 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
         yield "float16_dq", "is set, but the problem wants dq added up in float32"
     if variant.float16_dq and not variant.fused:
         yield "float16_dq", "is set, but a loop of dq alone sums in registers, in float32"
+    if variant.float16_dq and config.block_m < FLOAT16_QUERIES:
+        yield "float16_dq", f"is set, which only pays with {FLOAT16_QUERIES} queries a tile, and these are {config.block_m}"
     smem = resources.smem_bytes(candidate, problem, device)
     if smem > device.smem_per_block_bytes:
         yield "smem", f"needs {smem} bytes, {device.name} has {device.smem_per_block_bytes}"
@@ -110,7 +115,9 @@ def pick(problem: Problem, device: Device) -> Candidate:
     are 0.4, 2.4 and 5 % ahead of one, and at 128 and 256 1.4 and 1.6 % ahead of eight.
     """
     block_m, block_n = TILES[max(schedule.specialised_dims(problem))][0]
-    variant = Variant(family="backward", backend="hopper", load="tma", fused=_may_fuse(problem), split_roles=_splits(problem))
+    fused, float16_dq = _may_fuse(problem), problem.float16_dq and block_m == FLOAT16_QUERIES
+    structure: dict[str, Any] = dict(fused=fused, split_roles=_splits(problem), float16_dq=float16_dq)
+    variant = Variant(family="backward", backend="hopper", load="tma", **structure)
     return Candidate(variant=variant, config=Config(block_m=block_m, block_n=block_n, num_warps=8, num_stages=2, head_group=4))
 
 
@@ -128,7 +135,7 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     structure: dict[str, Any] = {
         "fused": fused,
         "split_roles": _splits(problem),
-        "float16_dq": variant.float16_dq and fused and problem.float16_dq,
+        "float16_dq": variant.float16_dq and fused and problem.float16_dq and block_m == FLOAT16_QUERIES,
     }
     for num_stages in range(min(config.num_stages, MOST_STAGES, _longest_loop(problem, block_m)), 0, -1):
         shrunk = Candidate(

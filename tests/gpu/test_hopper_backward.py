@@ -81,13 +81,12 @@ def test_stress(dims: str) -> None:
 
 
 @pytest.mark.parametrize(("of_v", "of_dout"), [(2.0**60, 2.0**40), (2.0**-50, 2.0**-50), (2.0**80, 2.0**-80), (2.0**13, 2.0**13)])
-@pytest.mark.parametrize("dims", ["64", "128"])
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_sums_in_float16_of_huge_and_tiny_numbers(mask: str, dims: str, of_v: float, of_dout: float, monkeypatch) -> None:
+def test_sums_in_float16_of_huge_and_tiny_numbers(mask: str, of_v: float, of_dout: float, monkeypatch) -> None:
     """Gradients are linear in v and dout, and times powers of two they keep their bits, but for the order in which dq was added up. What
     lay in scratch memory before does not matter."""
     device = Device.current()
-    stated = problem(mask, dims, 1000, 1030)
+    stated = problem(mask, "64", 1000, 1030)
     case = check.prepare_backward(stated, "cuda", seed=5)
     query, key, value, out, lse, dout, dlse = case.given
     given = BackwardInputs(
@@ -109,7 +108,7 @@ def test_sums_in_float16_of_huge_and_tiny_numbers(mask: str, dims: str, of_v: fl
 def test_sums_in_float16_that_do_not_fit_are_no_numbers() -> None:
     """An infinite value, which every row sees."""
     device = Device.current()
-    stated = problem("full", "128", 1000, 1030)
+    stated = problem("full", "64", 1000, 1030)
     case = check.prepare_backward(stated, "cuda", seed=6)
     value = case.given.value.clone()
     value[0, 0, 0, 0] = math.inf
