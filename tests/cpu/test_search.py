@@ -234,12 +234,12 @@ def test_a_plateau_ends_the_search() -> None:
 
 
 def test_the_time_budget_ends_the_search() -> None:
-    """However long the start of the measuring process takes, as many trials fit in."""
+    """However long the start of the measuring process takes, about as many trials fit in: during a long one more gets compiled."""
     budget = Budget(trials=None, seconds=4.0, patience=None)
     outcomes = [World(seconds=TRUE, start_s=start_s).tune(SMALL, Database.memory(), budget).run() for start_s in (1.0, 30.0)]
     for outcome in outcomes:
         assert outcome.reason == "the budget of 4 s is spent" and 4 < outcome.trials < 16
-    assert abs(outcomes[0].trials - outcomes[1].trials) <= 2
+    assert abs(outcomes[0].trials - outcomes[1].trials) <= 3
 
 
 def test_rows_of_other_sources_are_measured_anew() -> None:
