@@ -5,11 +5,13 @@ that chance changes, medians corrected for drift by the reference that ran in th
 """
 
 from flashgen.bench.comparison import Call, Gpu, Policy, Times, best, compare, warm_up
+from flashgen.bench.libraries import LIBRARIES, libraries, library
 from flashgen.bench.measuring import POLICY, Bench, CudaGpu
 from flashgen.bench.sdpa import peer, peers
 from flashgen.bench.state import Conditions, Lock, conditions
 
 __all__ = [
+    "LIBRARIES",
     "POLICY",
     "Bench",
     "Call",
@@ -22,6 +24,8 @@ __all__ = [
     "best",
     "compare",
     "conditions",
+    "libraries",
+    "library",
     "peer",
     "peers",
     "warm_up",

@@ -51,7 +51,7 @@ def peers(
         try:
             with warnings.catch_warnings():  # each reason why a backend is refused is a warning of its own
                 warnings.simplefilter("ignore")
-                call = _call(backend, problem, query, key, value, scale, dout)
+                call = call_of(functools.partial(_attention, backend, problem, scale), query, key, value, dout)
                 call()
                 if query.is_cuda:
                     torch.cuda.synchronize(query.device)
@@ -74,18 +74,19 @@ def peer(name: str) -> Peer:
     return Peer(name=name, version=version)
 
 
-def _call(
-    backend: SDPBackend, problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dout: Tensor | None
+def call_of(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None
 ) -> Callable[[], Results]:
+    """A call without arguments: attention, or where dout is given the backward pass alone of one that runs here."""
     if dout is None:
-        return functools.partial(_attention, backend, problem, query, key, value, scale)
+        return functools.partial(attention, query, key, value)
     query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
     with torch.enable_grad():
-        out = _attention(backend, problem, query, key, value, scale)
+        out = attention(query, key, value)
     return functools.partial(torch.autograd.grad, out, (query, key, value), dout, retain_graph=True)
 
 
-def _attention(backend: SDPBackend, problem: Problem, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+def _attention(backend: SDPBackend, problem: Problem, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if problem.layout == "bshd":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     with sdpa_kernel(backend):

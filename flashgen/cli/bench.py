@@ -1,7 +1,7 @@
-"""flashgen bench: what attention runs against SDPA's backends, measured in turn."""
+"""flashgen bench: what attention runs against SDPA's backends and other libraries, measured in turn."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,27 +25,39 @@ def bench(
     problem: ProblemOptions,
     database: DatabaseOptions,
     seconds: Annotated[float, typer.Option(metavar="S", help="How long to measure each problem.")] = 2.0,
+    peers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME[,NAME]",
+            help="fa4 (FlashAttention-4), flex (FlexAttention): these, too. They compile first, for up to a minute.",
+            show_default=False,
+        ),
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep/--no-keep", help="Add the measurements to the database.")] = True,
 ) -> Answer:
-    """Times what flashgen.attention runs, the default candidate and SDPA's backends in turn, on the GPU here.
+    """Times what flashgen.attention runs, the default candidate, SDPA's backends and named peers in turn, on the GPU here.
 
     Comma lists bench several problems. Of a backward problem the backward pass alone is timed, everything that it launches.
     """
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ArgumentError(f"--seconds is {seconds}; it must be above 0")
-    stated = problem.problems()
-    part, rows = _gpu(), database.open()
     from flashgen import space
-    from flashgen.bench import Bench
+    from flashgen.bench import LIBRARIES, Bench
     from flashgen.dispatch.explanation import explained
 
+    named = [] if peers is None else [word.strip() for word in peers.split(",")]
+    for name in named:
+        if name not in LIBRARIES:
+            raise ArgumentError(f"--peers is {name!r}; it must be among {', '.join(LIBRARIES)}")
+    stated = problem.problems()
+    part, rows = _gpu(), database.open()
     on_gpu = Bench()
     measured: list[Record] = []
     for each in stated:
         explanation = explained(each, part, rows.winners())
         if explanation.candidate is None:
             raise ArgumentError(f"there is nothing to measure: {each}")
-        found = compare(each, part, (explanation.candidate, space.default(each, part)), on_gpu, seconds)
+        found = compare(each, part, (explanation.candidate, space.default(each, part)), on_gpu, seconds, named)
         measured += found
         if keep:
             rows.add(found)
@@ -65,15 +77,22 @@ def _gpu() -> Device:
         raise UnsupportedError("bench measures on the GPU here, and there is none that flashgen supports") from None
 
 
-def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]", on_gpu: "Bench", seconds: float) -> "list[Record]":
-    """Candidates, each checked first, and every peer that computes the problem, measured in turn: one row each.
+def compare(
+    problem: Problem,
+    device: Device,
+    candidates: "Iterable[Candidate]",
+    on_gpu: "Bench",
+    seconds: float,
+    named: Sequence[str] = (),
+) -> "list[Record]":
+    """Candidates, each checked first, SDPA's backends that compute the problem, and other peers by name, measured in turn: one row each.
 
-    A candidate that is wrong is not measured; its row says so. Raises BuildError, LaunchError.
+    A candidate that is wrong is not measured; its row says so. Raises BuildError, LaunchError, and what `bench.libraries` raises.
     """
     import torch
 
     from flashgen import cost
-    from flashgen.bench import Policy, peer
+    from flashgen.bench import Policy, library, peer
     from flashgen.record import Measurement, Record, Status
     from flashgen.search import provenance
     from flashgen.search.directions import direction_of
@@ -89,7 +108,7 @@ def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]",
         checks[name] = direction.check(launch, case)
         if checks[name].ok:
             calls[name] = case.bind(launch)
-    others = direction.peers(case)
+    others = direction.peers(case, named)
     times = on_gpu.compare({**calls, **others}, policy=Policy(seconds=seconds))
     now = on_gpu.conditions()
     state: dict[str, Any] = dict(sm_clock_mhz=now.sm_clock_mhz, power_w=now.power_w)
@@ -112,6 +131,6 @@ def compare(problem: Problem, device: Device, candidates: "Iterable[Candidate]",
             )
         )
     for name in others:
-        measurement = times[name].measurement(**state)
-        rows.append(Record(problem=problem, device=device, peer=peer(name), measurement=measurement, provenance=where))
+        other = library(name) if name in named else peer(name)
+        rows.append(Record(problem=problem, device=device, peer=other, measurement=times[name].measurement(**state), provenance=where))
     return rows

@@ -1,6 +1,6 @@
 """What a trial is made of, in either direction: inputs and oracle, a candidate bound to them, its check, its stress, and its peers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,14 @@ class Direction:
     bind     (candidate, case, device) -> launch, which has its kernel. Raises what launch.bind raises.
     check    (launch, case) -> Check.
     stress   (launch, case, place, seed, repeats) -> Check: see check.stress and check.stress_backward.
-    peers    (case) -> calls by name.
+    peers    (case, names) -> calls by name: of SDPA's backends, and of the libraries so named.
     """
 
     prepare: Callable[[Problem, Any, int], Any]
     bind: Callable[[Candidate, Any, Device], Any]
     check: Callable[[Any, Any], Check]
     stress: Callable[[Any, Any, Any, int, int], Check]
-    peers: Callable[[Any], Mapping[str, Callable[[], object]]]
+    peers: Callable[[Any, Collection[str]], Mapping[str, Callable[[], object]]]
 
 
 def direction_of(problem: Problem) -> Direction:
@@ -43,8 +43,9 @@ def _stress(launch: Launch | InterpretedLaunch, case: Case, place: str, seed: in
     return check.stress(launch, case.problem, place, seed=seed, repeats=repeats)
 
 
-def _peers(case: Case) -> Mapping[str, Callable[[], object]]:
-    return bench.peers(case.problem, case.query, case.key, case.value, case.scale)
+def _peers(case: Case, named: Collection[str]) -> Mapping[str, Callable[[], object]]:
+    given = case.problem, case.query, case.key, case.value, case.scale
+    return {**bench.peers(*given), **bench.libraries(named, *given)}
 
 
 def _bind_backward(candidate: Candidate, case: BackwardCase, device: Device) -> BackwardLaunch:
@@ -56,8 +57,9 @@ def _stress_backward(launch: BackwardLaunch, case: BackwardCase, place: str, see
     return check.stress_backward(launch, case.problem, place, seed=seed, repeats=repeats, same_dq=same_dq)
 
 
-def _backward_peers(case: BackwardCase) -> Mapping[str, Callable[[], object]]:
-    return bench.peers(case.problem, *case.given[:3], case.scale, case.given.dout)
+def _backward_peers(case: BackwardCase, named: Collection[str]) -> Mapping[str, Callable[[], object]]:
+    given = case.problem, *case.given[:3], case.scale, case.given.dout
+    return {**bench.peers(*given), **bench.libraries(named, *given)}
 
 
 FORWARD = Direction(prepare=check.prepare, bind=_bind, check=check.check, stress=_stress, peers=_peers)

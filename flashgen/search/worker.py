@@ -207,7 +207,7 @@ class Worker:
         with self._exclusive():
             peers: Mapping[str, Any] = {}
             if request.peers:
-                peers = self._direction.peers(self._case)
+                peers = self._direction.peers(self._case, ())
                 peers = {name: call for name, call in peers.items() if name != "math"}  # slower by an order of magnitude, and no rival
             times = self._gpu().compare(
                 {**calls, **peers},

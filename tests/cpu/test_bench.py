@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import logging
 import os
@@ -18,8 +19,9 @@ import torch
 
 from flashgen import bench, check
 from flashgen.bench import comparison, measuring, state
-from flashgen.errors import ArgumentError
+from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.problem import Problem
+from flashgen.record import Peer
 
 
 class FakeGpu:
@@ -504,3 +506,70 @@ def test_peers_have_versions(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     assert bench.peer("cudnn").version == f"torch {torch.__version__}, cuDNN 9.19.0"
     assert bench.peer("flash").version == f"torch {torch.__version__}"
+    assert bench.library("flex") == Peer(name="flex", version=f"torch {importlib.metadata.version('torch')}")
+
+
+class FakeFlashAttention(types.ModuleType):
+    """FlashAttention-4's function, as its package has it: (batch, seqlen, heads, head_dim), diagonals to the last query and key."""
+
+    def flash_attn_func(self, q, k, v, softmax_scale=None, causal=False, window_size=(None, None)):
+        self.asked = causal, window_size
+        visible = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool)
+        if causal:
+            visible = visible.tril(k.shape[1] - q.shape[1])
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, visible, scale=softmax_scale, enable_gqa=True)
+        return out.transpose(1, 2), None
+
+
+@pytest.fixture
+def installed(monkeypatch) -> FakeFlashAttention:
+    """FlashAttention-4 is a fake, and FlexAttention is not compiled."""
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", fake := FakeFlashAttention("cute"))
+    monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+    monkeypatch.setattr(torch, "compile", lambda function, **ignored: function)
+    return fake
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", ["fa4", "flex"])
+@pytest.mark.parametrize(
+    "of", [problem(), problem(mask="causal", layout="bshd", heads_kv=2), problem(mask="causal", seqlen_q=20, seqlen_kv=40)], ids=str
+)
+def test_libraries_compute_the_problem(of, name, installed):
+    """Causal masks of unequal lengths, too, as flashgen means them."""
+    case = check.prepare(of, "cpu", 0, 0.3)
+    (call,) = bench.libraries([name], of, case.query, case.key, case.value, case.scale).values()
+    assert check.judge(call(), None, case).ok
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_knows_windows_and_both_diagonals(installed):
+    for fields in (dict(window=(3, 5)), dict(mask="causal_top_left", seqlen_q=30, seqlen_kv=9), dict(mask="causal", window=(4, None))):
+        of = problem(**fields)
+        case = check.prepare(of, "cpu", 0)
+        (call,) = bench.libraries(["flex"], of, case.query, case.key, case.value, case.scale).values()
+        assert check.judge(call(), None, case).ok, str(of)
+    of = problem(mask="causal", window=(4, None))
+    bench.libraries(["fa4"], of, *check.inputs(of, "cpu", 0))
+    assert installed.asked == (True, (4, None))
+
+
+def test_libraries_compute_gradients(installed):
+    of = dataclasses.replace(problem(mask="causal"), direction="backward")
+    case = check.prepare_backward(of, "cpu", 0, 0.3)
+    (call,) = bench.libraries(["fa4"], of, *case.given[:3], case.scale, case.given.dout).values()
+    call()
+    assert check.judge_backward(*call(), case).ok
+
+
+def test_libraries_that_are_not_there(monkeypatch):
+    of = problem()
+    tensors = check.inputs(of, "cpu", 0)
+    with pytest.raises(ArgumentError, match="peers is 'fa5'; it must be among fa4, flex"):
+        bench.libraries(["fa5"], of, *tensors)
+    with pytest.raises(UnsupportedError, match="peer fa4 is not here: .* it comes with the package flash-attn-4"):
+        bench.libraries(["fa4"], of, *tensors)
+    monkeypatch.setattr(torch, "compile", lambda function, **ignored: lambda *given, **more: 1 / 0)
+    with pytest.raises(UnsupportedError, match="peer flex does not compute forward, .*: division by zero"):
+        bench.libraries(["flex"], of, *tensors)

@@ -682,6 +682,7 @@ def test_tune_without_a_gpu_names_the_way_out(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "name a device" in refused("tune", *PROBLEM)
     assert "bench measures on the GPU here" in refused("bench", *PROBLEM)
+    assert "--peers is 'fa5'; it must be among fa4, flex" in refused("bench", *PROBLEM, "--peers", "fa4,fa5")
 
 
 def test_demo_without_a_gpu_says_first_that_nothing_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
