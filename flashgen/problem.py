@@ -2,7 +2,7 @@
 
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,6 +13,7 @@ DIRECTIONS = ("forward", "backward")
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes an element
 MASKS = ("full", "causal", "causal_top_left")
 LAYOUTS = ("bhsd", "bshd")
+FLAGS = ("return_lse", "deterministic", "float16_dq")  # what a caller may ask for, beside shapes and masks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Problem:
         for name, allowed in (("dtype", DTYPES), ("mask", MASKS), ("layout", LAYOUTS), ("direction", DIRECTIONS)):
             if getattr(self, name) not in allowed:
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(allowed)}")
-        for name in ("return_lse", "aligned_16", "deterministic", "float16_dq"):
+        for name in (*FLAGS, "aligned_16"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be True or False")
         if self.deterministic and self.direction == "forward":
@@ -154,6 +155,11 @@ class Problem:
     def is_empty(self) -> bool:
         """Nothing is stored: no batch item or no query (backward: no query and no key, for dk and dv of keys without a query are 0)."""
         return self.batch == 0 or (self.seqlen_q == 0 and (self.direction == "forward" or self.seqlen_kv == 0))
+
+    def gradients(self, *, deterministic: bool, float16_dq: bool, **changes: Any) -> "Problem":
+        """The backward problem of this forward one, with such changes. float16_dq is passed on where a problem can allow it."""
+        float16_dq = float16_dq and not deterministic and self.dtype != "float32"
+        return replace(self, direction="backward", deterministic=deterministic, float16_dq=float16_dq, **changes)
 
     def require_forward(self, what: str) -> None:
         """Raise UnsupportedError naming direction where this is a backward problem, which `what` cannot answer yet."""

@@ -2,9 +2,9 @@
 
 import math
 
-from flashgen.candidate import Candidate, Config
+from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
-from flashgen.problem import Problem
+from flashgen.problem import DTYPES, Problem
 from flashgen.record import Resources
 from flashgen.schedule import DQ_KEYS, DQ_ROWS, MOST_PART, WARPGROUP_ROWS, dq_v_slots, specialised_dims, tile_dim
 
@@ -94,11 +94,11 @@ def _backward_smem_bytes(candidate: Candidate, problem: Problem, device: Device 
         if variant.split_roles:  # one warpgroup hands the weights to the other, as float32
             total += 2 * block_n * block_m * 4
         elif variant.fused:  # both need all score gradients of a step for their half of dq, which leaves from a buffer of its own
-            total += DSCORE_BUFFERS[block_m] * block_n * block_m * size
-            if variant.float16_dq:  # dk and dv leave from there too; and a scale for each row of dq, a step longer than the rest
-                total += 2 * WARPGROUP_ROWS * dim_qk * 2 + (config.num_stages + 1) * block_m * 4 + 64
-            else:
-                total += 2 * WARPGROUP_ROWS * dq_columns(block_m, dim_qk) * 4
+            # dk and dv leave from there, too, for which half as many bytes would be too few.
+            columns = dim_qk if variant.float16_dq else dq_columns(block_m, dim_qk)
+            total += DSCORE_BUFFERS[block_m] * block_n * block_m * size + 2 * WARPGROUP_ROWS * columns * DTYPES[dq_sum_dtype(variant)]
+            if variant.float16_dq:  # a scale for each row of dq, a step longer than the rest
+                total += (config.num_stages + 1) * block_m * 4 + 64
         if variant.fused:
             return total + _BARRIERS
         # Of dq: Q and dO stay; K and V have slots.
@@ -120,6 +120,11 @@ def dq_columns(block_m: int, dim_qk: int) -> int:
     """Columns of a step's dq of which a warpgroup of a fused kernel computes 64 rows: of 64 queries each has half of the columns, of 128
     all of them for half of the queries."""
     return dim_qk if block_m > WARPGROUP_ROWS else dim_qk // 2
+
+
+def dq_sum_dtype(variant: Variant) -> str:
+    """In which a fused kernel adds up dq."""
+    return "float16" if variant.float16_dq else "float32"
 
 
 def consumer_registers(config: Config) -> int:

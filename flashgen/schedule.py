@@ -156,14 +156,24 @@ def specialised_dims(problem: Problem) -> tuple[int, int]:
 
 
 def most_packed(problem: Problem) -> int:
-    """Most query heads that may share a warpgroup's rows: a power of two, of the heads that share K and V."""
-    group = problem.heads_q // problem.heads_kv
+    """Most query heads that may share a warpgroup's rows: a power of two, of the heads that share K and V. Backward kernels pack none."""
+    group = problem.heads_q // problem.heads_kv if problem.direction == "forward" else 1
     return min(group & -group, WARPGROUP_ROWS)
+
+
+def head_packs(problem: Problem, config: Config) -> int:
+    """Packs of query heads, counted through the batch: see `Config.packed_heads`."""
+    return problem.batch * problem.heads_q // config.packed_heads
+
+
+def warpgroup_queries(config: Config) -> int:
+    """Queries of a warpgroup, of each head that has rows in it."""
+    return WARPGROUP_ROWS // config.packed_heads
 
 
 def forward_tiles(problem: Problem, config: Config) -> int:
     """Tiles of a forward kernel, each of which a program computes."""
-    return problem.batch * problem.heads_q // config.packed_heads * math.ceil(problem.seqlen_q / config.queries)
+    return head_packs(problem, config) * math.ceil(problem.seqlen_q / config.queries)
 
 
 def skips(problem: Problem, config: Config) -> bool:
@@ -173,7 +183,7 @@ def skips(problem: Problem, config: Config) -> bool:
 
 def queries_together(problem: Problem, config: Config) -> int:
     """Queries that walk the same blocks of keys in a hopper kernel: those of a warpgroup if it skips some, else those of a tile."""
-    return WARPGROUP_ROWS // config.packed_heads if skips(problem, config) else config.queries
+    return warpgroup_queries(config) if skips(problem, config) else config.queries
 
 
 def cut_once(problem: Problem, config: Config) -> bool:
@@ -217,13 +227,12 @@ def _groups(heads: int, head_group: int) -> list[int]:
 def tile_lists(candidate: Candidate, problem: Problem, programs: int) -> tuple[tuple[int, ...], ...]:
     """Tiles of each program of a hopper kernel: the next one in launch order goes to the program with the least work so far.
 
-    A tile is pack * num_row_blocks + row_block, with the packs of heads (see `Config.packed_heads`) counted through the batch. Launch order
-    walks `head_groups` row block by row block.
+    A tile is pack * num_row_blocks + row_block, with a pack of `head_packs`. Launch order walks `head_groups` row block by row block.
     """
     config = candidate.config
     works = _works(problem, config.queries, config.block_n)
     order = range(len(works))[::-1] if candidate.variant.longest_first else range(len(works))
-    return _dealt(works, order, problem.batch * problem.heads_q // config.packed_heads, config.head_group, programs)
+    return _dealt(works, order, head_packs(problem, config), config.head_group, programs)
 
 
 @lru_cache(maxsize=256)
@@ -253,7 +262,7 @@ def _dealt(works: Sequence[float], order: Sequence[int], heads: int, head_group:
 def imbalance(candidate: Candidate, problem: Problem, programs: int) -> float:
     """Work of the busiest program of `tile_lists`, relative to the mean. Of many groups of heads only the last ones are simulated."""
     config = candidate.config
-    packs = problem.batch * problem.heads_q // config.packed_heads
+    packs = head_packs(problem, config)
     return _imbalance_of_tiles(problem, config.queries, config.block_n, candidate.variant.longest_first, packs, config.head_group, programs)
 
 

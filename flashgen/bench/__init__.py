@@ -5,13 +5,12 @@ that chance changes, medians corrected for drift by the reference that ran in th
 """
 
 from flashgen.bench.comparison import Call, Gpu, Policy, Times, best, compare, warm_up
-from flashgen.bench.libraries import LIBRARIES, libraries, library
+from flashgen.bench.libraries import libraries, library, require_libraries
 from flashgen.bench.measuring import POLICY, Bench, CudaGpu
 from flashgen.bench.sdpa import peer, peers
 from flashgen.bench.state import Conditions, Lock, conditions
 
 __all__ = [
-    "LIBRARIES",
     "POLICY",
     "Bench",
     "Call",
@@ -28,5 +27,6 @@ __all__ = [
     "library",
     "peer",
     "peers",
+    "require_libraries",
     "warm_up",
 ]

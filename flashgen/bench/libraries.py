@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashgen.bench.sdpa import Results, call_of
+from flashgen.bench.sdpa import Attention, Results, call_of, laid_out
 from flashgen.errors import ArgumentError, UnsupportedError
 from flashgen.problem import Problem
 from flashgen.record import Peer
@@ -29,26 +29,28 @@ def libraries(
 
     Raises ArgumentError for a name that is none, UnsupportedError for a peer that is not installed, or does not compute the problem.
     """
+    require_libraries(names)
     calls = {}
     for name in names:
-        if name not in LIBRARIES:
-            raise ArgumentError(f"peers is {name!r}; it must be among {', '.join(LIBRARIES)}")
         try:
             module = importlib.import_module(LIBRARIES[name][0])
         except ImportError as error:
             raise UnsupportedError(f"peer {name} is not here: {error}; it comes with the package {LIBRARIES[name][1]}") from None
         attention = _fa4(module, problem, scale) if name == "fa4" else _flex(module, problem, scale, query.device)
         try:
-            call = call_of(attention, query, key, value, dout)
-            call()
-            if query.is_cuda:
-                torch.cuda.synchronize(query.device)
+            calls[name] = call_of(attention, query, key, value, dout)
         except Exception as error:  # each library has errors of its own
             if "CUDA error" in str(error):  # the device failed, and every later call would
                 raise
             raise UnsupportedError(f"peer {name} does not compute {problem}: {' '.join(str(error).split())[:300]}") from error
-        calls[name] = call
     return calls
+
+
+def require_libraries(names: Collection[str], argument: str = "peers") -> None:
+    """Raise ArgumentError for a name that is none."""
+    for name in names:
+        if name not in LIBRARIES:
+            raise ArgumentError(f"{argument} is {name!r}; it must be among {', '.join(LIBRARIES)}")
 
 
 def library(name: str) -> Peer:
@@ -57,20 +59,20 @@ def library(name: str) -> Peer:
     return Peer(name=name, version=f"{package} {importlib.metadata.version(package)}")
 
 
-def _fa4(module: Any, problem: Problem, scale: float | None) -> Callable[..., Tensor]:
+def _fa4(module: Any, problem: Problem, scale: float | None) -> Attention:
     if problem.mask == "causal_top_left":
         raise UnsupportedError(f"peer fa4 aligns causal masks to the last query and key, and the mask of {problem} is top-left")
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        given = (query, key, value) if problem.layout == "bshd" else (each.transpose(1, 2) for each in (query, key, value))
-        result = module.flash_attn_func(*given, softmax_scale=scale, causal=problem.mask == "causal", window_size=problem.window)
+        causal = problem.mask == "causal"
+        result = module.flash_attn_func(query, key, value, softmax_scale=scale, causal=causal, window_size=problem.window)
         out: Tensor = result[0] if isinstance(result, tuple) else result
-        return out if problem.layout == "bshd" else out.transpose(1, 2)
+        return out
 
-    return attention
+    return laid_out(attention, problem.layout, own="bshd")
 
 
-def _flex(module: Any, problem: Problem, scale: float | None, device: torch.device) -> Callable[..., Tensor]:
+def _flex(module: Any, problem: Problem, scale: float | None, device: torch.device) -> Attention:
     low, high = problem.band
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -86,9 +88,7 @@ def _flex(module: Any, problem: Problem, scale: float | None, device: torch.devi
     compiled: Any = torch.compile(module.flex_attention, dynamic=False, fullgraph=True)
 
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        if problem.layout == "bshd":
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         out: Tensor = compiled(query, key, value, block_mask=mask, scale=scale, enable_gqa=problem.heads_q != problem.heads_kv)
-        return out.transpose(1, 2) if problem.layout == "bshd" else out
+        return out
 
-    return attention
+    return laid_out(attention, problem.layout)

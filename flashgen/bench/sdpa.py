@@ -25,6 +25,7 @@ BACKENDS = {
 MATH_SCORES_BYTES = 4 * 2**30  # the math backend keeps float32 scores of all heads, in several copies
 
 Results = Tensor | tuple[Tensor, ...]
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def peers(
@@ -51,10 +52,8 @@ def peers(
         try:
             with warnings.catch_warnings():  # each reason why a backend is refused is a warning of its own
                 warnings.simplefilter("ignore")
-                call = call_of(functools.partial(_attention, backend, problem, scale), query, key, value, dout)
-                call()
-                if query.is_cuda:
-                    torch.cuda.synchronize(query.device)
+                attention = laid_out(functools.partial(_attention, backend, problem, scale), problem.layout)
+                call = call_of(attention, query, key, value, dout)
         except RuntimeError as error:
             if "CUDA error" in str(error):  # the device failed, and every later call would
                 raise
@@ -74,23 +73,33 @@ def peer(name: str) -> Peer:
     return Peer(name=name, version=version)
 
 
-def call_of(
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None
-) -> Callable[[], Results]:
-    """A call without arguments: attention, or where dout is given the backward pass alone of one that runs here."""
-    if dout is None:
-        return functools.partial(attention, query, key, value)
-    query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
-    with torch.enable_grad():
-        out = attention(query, key, value)
-    return functools.partial(torch.autograd.grad, out, (query, key, value), dout, retain_graph=True)
+def laid_out(attention: Attention, layout: str, own: str = "bhsd") -> Attention:
+    """Attention on tensors in this layout, from one that takes and gives tensors in its own."""
+    if layout == own:
+        return attention
+
+    def transposed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)).transpose(1, 2)
+
+    return transposed
+
+
+def call_of(attention: Attention, query: Tensor, key: Tensor, value: Tensor, dout: Tensor | None) -> Callable[[], Results]:
+    """A call without arguments, which has run once: attention, or where dout is given the backward pass alone of one that runs here."""
+    call: Callable[[], Results] = functools.partial(attention, query, key, value)
+    if dout is not None:
+        query, key, value = (tensor.detach().requires_grad_() for tensor in (query, key, value))
+        with torch.enable_grad():
+            out = attention(query, key, value)
+        call = functools.partial(torch.autograd.grad, out, (query, key, value), dout, retain_graph=True)
+    call()
+    if query.is_cuda:
+        torch.cuda.synchronize(query.device)
+    return call
 
 
 def _attention(backend: SDPBackend, problem: Problem, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    if problem.layout == "bshd":
-        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     with sdpa_kernel(backend):
-        out = torch.nn.functional.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=problem.mask != "full", scale=scale, enable_gqa=problem.heads_q != problem.heads_kv
         )
-    return out.transpose(1, 2) if problem.layout == "bshd" else out

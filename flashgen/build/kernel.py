@@ -12,7 +12,7 @@ from flashgen.build import binary, modules
 from flashgen.candidate import Candidate, Variant
 from flashgen.device import Device
 from flashgen.errors import BuildError, LaunchError, OutOfResourcesError
-from flashgen.problem import Problem
+from flashgen.problem import DTYPES, Problem
 from flashgen.record import Resources
 from flashgen.render import Source, render
 from flashgen.schedule import (
@@ -26,6 +26,7 @@ from flashgen.schedule import (
     skips,
     specialised_dims,
     tile_dim,
+    warpgroup_queries,
 )
 
 TENSORS = ("q", "k", "v", "out")  # of forward kernels, in the order in which they are given
@@ -214,18 +215,19 @@ def block_of(tensor: str, candidate: Candidate, problem: Problem, entry: str = "
     if tensor in ("k", "v"):
         return [1, 1, DQ_KEYS, columns]
     # A warpgroup of a hopper kernel reads and writes its own rows, of several heads if these are packed, and wide ones in parts.
-    packed = candidate.config.packed_heads
-    return [1, packed, WARPGROUP_ROWS // packed, min(columns, MOST_PART) if tensor in ("out", "dq") else columns]
+    config = candidate.config
+    columns = min(columns, MOST_PART) if tensor in ("out", "dq") else columns
+    return [1, config.packed_heads, warpgroup_queries(config), columns]
 
 
 def dq_sum_columns(variant: Variant) -> int:
     """Of the matrix as which TMA sees the sums of dq: 128 bytes."""
-    return 64 if variant.float16_dq else 32
+    return 128 // DTYPES[resources.dq_sum_dtype(variant)]
 
 
 def scratch_dtype(name: str, variant: Variant) -> str:
     """Of the elements of scratch memory, by the name that it has itself or as TMA moves it."""
-    return "float16" if variant.float16_dq and SCRATCH_TILES.get(name, name) == "dq_sum" else "float32"
+    return resources.dq_sum_dtype(variant) if SCRATCH_TILES.get(name, name) == "dq_sum" else "float32"
 
 
 def constants_of(candidate: Candidate, problem: Problem) -> dict[str, int]:

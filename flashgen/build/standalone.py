@@ -11,7 +11,7 @@ from flashgen.build.kernel import ELEMENTS, Kernel, build, constants_of, options
 from flashgen.candidate import Candidate, Variant
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError
-from flashgen.problem import Problem
+from flashgen.problem import FLAGS, Problem
 from flashgen.render import environment, tidy
 from flashgen.resources import programs_per_sm
 from flashgen.schedule import queries_together
@@ -189,4 +189,4 @@ def stated(problem: Problem) -> list[str]:
         words.append("--window " + ",".join("-1" if side is None else str(side) for side in problem.window))
     if problem.layout != "bhsd":
         words.append(f"--layout {problem.layout}")
-    return words + ["--" + name.replace("_", "-") for name in ("return_lse", "deterministic", "float16_dq") if getattr(problem, name)]
+    return words + ["--" + name.replace("_", "-") for name in FLAGS if getattr(problem, name)]

@@ -41,15 +41,13 @@ def bench(
     """
     if not (seconds > 0 and math.isfinite(seconds)):
         raise ArgumentError(f"--seconds is {seconds}; it must be above 0")
+    stated = problem.problems()
+    named = [] if peers is None else [word.strip() for word in peers.split(",")]
     from flashgen import space
-    from flashgen.bench import LIBRARIES, Bench
+    from flashgen.bench import Bench, require_libraries
     from flashgen.dispatch.explanation import explained
 
-    named = [] if peers is None else [word.strip() for word in peers.split(",")]
-    for name in named:
-        if name not in LIBRARIES:
-            raise ArgumentError(f"--peers is {name!r}; it must be among {', '.join(LIBRARIES)}")
-    stated = problem.problems()
+    require_libraries(named, "--peers")
     part, rows = _gpu(), database.open()
     on_gpu = Bench()
     measured: list[Record] = []

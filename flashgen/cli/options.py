@@ -11,14 +11,13 @@ import typer
 from flashgen.cli.answer import notice
 from flashgen.device import DEVICES, Device
 from flashgen.errors import ArgumentError, UnsupportedError
-from flashgen.problem import DIRECTIONS, DTYPES, LAYOUTS, MASKS, Problem
+from flashgen.problem import DIRECTIONS, DTYPES, FLAGS, LAYOUTS, MASKS, Problem
 
 if TYPE_CHECKING:
     from flashgen.database import Database
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 PAIRS = {"seqlen": ("seqlen_q", "seqlen_kv"), "heads": ("heads_q", "heads_kv"), "head_dim": ("head_dim_qk", "head_dim_v")}
-FLAGS = ("return_lse", "deterministic", "float16_dq")
 STAND_IN = "h200"  # for commands that only reckon, where there is no GPU
 
 

@@ -12,9 +12,9 @@ from flashgen.candidate import Candidate
 from flashgen.cost.calibration import Calibration
 from flashgen.cost.work import Work, contended, cycles_of_block, dram_s, flops_per_cycle, hz, l2_bytes_per_cycle, missed, spill_wait
 from flashgen.device import Device
-from flashgen.problem import Problem
+from flashgen.problem import DTYPES, Problem
 from flashgen.record import Resources
-from flashgen.resources import dq_columns, resident, uses_warpgroups
+from flashgen.resources import dq_columns, dq_sum_dtype, resident, uses_warpgroups
 from flashgen.schedule import (
     DQ_KEYS,
     DQ_ROWS,
@@ -308,7 +308,7 @@ class _Model:
     @property
     def _sum_itemsize(self) -> int:
         """Of the sums of dq of a fused kernel."""
-        return 2 if self.candidate.variant.float16_dq else 4
+        return DTYPES[dq_sum_dtype(self.candidate.variant)]
 
     @property
     def _scratch_row_bytes(self) -> int:

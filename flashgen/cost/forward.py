@@ -11,7 +11,19 @@ from flashgen.device import Device
 from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.resources import resident, uses_warpgroups
-from flashgen.schedule import WARPGROUP_ROWS, cuts, forward_tiles, imbalance, shares, specialised_dims, tile_dim, unevenness, walk
+from flashgen.schedule import (
+    WARPGROUP_ROWS,
+    cuts,
+    forward_tiles,
+    head_packs,
+    imbalance,
+    shares,
+    specialised_dims,
+    tile_dim,
+    unevenness,
+    walk,
+    warpgroup_queries,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,12 +163,12 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     """
     variant, config, size = candidate.variant, candidate.config, problem.itemsize
     block_n, warpgroups = config.block_n, config.block_m // WARPGROUP_ROWS
-    packs = problem.batch * problem.heads_q // config.packed_heads
+    packs = head_packs(problem, config)
     dim_qk, dim_v = _tile_dims(candidate, problem)
     tiles = forward_tiles(problem, config)
     loaded, walked = shares(problem, config)
     blocks = packs * walked
-    masked_blocks = blocks - packs * walk(problem, WARPGROUP_ROWS // config.packed_heads, block_n).whole
+    masked_blocks = blocks - packs * walk(problem, warpgroup_queries(config), block_n).whole
     if cuts(problem, config):  # each tile's first block is masked, whether it is cut or not
         masked_blocks = max(masked_blocks, tiles * warpgroups)
     scores = WARPGROUP_ROWS * block_n
@@ -236,7 +248,7 @@ def _reread_bytes(fitted: Calibration, candidate: Candidate, problem: Problem, d
     heads that are walked together do not fit into L2.
     """
     config = candidate.config
-    packs = problem.batch * problem.heads_q // config.packed_heads
+    packs = head_packs(problem, config)
     packs_per_kv = problem.heads_q // problem.heads_kv // config.packed_heads
     row_blocks = math.ceil(problem.seqlen_q / config.queries)
     head_bytes = problem.seqlen_kv * (problem.head_dim_qk + problem.head_dim_v) * problem.itemsize

@@ -212,8 +212,7 @@ def explain(
     else:
         if device is not None:
             raise ArgumentTypeError("device is given beside tensors, which are on one already; it goes with a Problem")
-        words = dict(causal=causal, window=window, layout=layout, return_lse=return_lse, float16_dq=float16_dq)
-        call = checked_call(query, key, value, **words)
+        call = checked_call(query, key, value, causal=causal, window=window, layout=layout, return_lse=return_lse, float16_dq=float16_dq)
         problem, device = call.problem, _planner_here().device(call.device)
     planner = _planner_here()
     winners = planner.winners() if database is None else database.winners()
@@ -251,8 +250,7 @@ def _first_call(
         raise UnsupportedError(
             "this signature's first call is inside a CUDA graph capture, where nothing can be compiled; call it once before"
         )
-    words = dict(causal=causal, window=window, layout=layout, return_lse=return_lse, float16_dq=float16_dq)
-    call = checked_call(query, key, value, **words)
+    call = checked_call(query, key, value, causal=causal, window=window, layout=layout, return_lse=return_lse, float16_dq=float16_dq)
     if forward_ad._current_level >= 0:
         signature = None  # whether a tensor has a tangent is checked at every call
     return _planner_here().first_call(signature, call, scale)

@@ -1,7 +1,7 @@
 """What `attention` runs for a problem on a device, in words and numbers."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from flashgen import canonical, cost, space
@@ -169,8 +169,7 @@ def explained(
     choice = choose(problem, device, known, negative_scale=negative_scale, portable=portable, failures=failures)
     gradients = None
     if problem.direction == "forward":
-        float16_dq = float16_dq and not deterministic and problem.itemsize == 2
-        backward = replace(problem, direction="backward", return_lse=False, deterministic=deterministic, float16_dq=float16_dq)
+        backward = problem.gradients(deterministic=deterministic, float16_dq=float16_dq, return_lse=False)
         gradients = next(choices(backward, device, known, portable=portable, failures=failures), None)
     return Explanation(
         problem=problem,

@@ -1,7 +1,7 @@
 """Gradients: what torch.autograd keeps of a call, and how they come back to its inputs."""
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,13 +65,11 @@ class DifferentiablePlan:
         if run is not None:
             run(*kept, *gradients, scale)
             return gradients
-        problem = replace(
-            self.problem,
-            direction="backward",
+        problem = self.problem.gradients(
+            deterministic=deterministic,
+            float16_dq=self.float16_dq,
             return_lse=kept.dlse is not None,
             aligned_16=aligned and all(strides_aligned(tensor) for tensor in kept.strided_with(gradients)),
-            deterministic=deterministic,
-            float16_dq=self.float16_dq and not deterministic and self.problem.itemsize == 2,
         )
         run = self.choose(problem, kept, gradients, scale)
         while len(self.launches) >= MOST_LAUNCHES:

@@ -9,7 +9,7 @@ from flashgen import resources, schedule
 from flashgen.candidate import Candidate, Config, Variant
 from flashgen.device import Device
 from flashgen.problem import Problem
-from flashgen.schedule import WARPGROUP_ROWS, forward_tiles, most_packed, tile_rows
+from flashgen.schedule import WARPGROUP_ROWS, forward_tiles, head_packs, most_packed, tile_rows
 
 ORDERS = ("qk_first", "pv_first")
 MOST_STAGES = 4
@@ -47,11 +47,10 @@ def misfits(problem: Problem, device: Device) -> Iterator[Violation]:
         # Everything is padded to 64 columns: four times the work of a portable kernel with 16.
         if dim <= 16:
             yield name, f"is {dim}, padding to 64 columns only pays above 16"
-    # Where a forward kernel packs heads, one tile takes the place of several, however few rows it has.
-    packs = problem.direction == "forward" and most_packed(problem) > 1
-    for name, rows, filled in (("seqlen_q", WARPGROUP_ROWS, packs), ("seqlen_kv", 64, False)):
+    # Where heads are packed, one tile takes the place of several, however few queries it has.
+    for name, rows, packs in (("seqlen_q", WARPGROUP_ROWS, most_packed(problem) > 1), ("seqlen_kv", 64, False)):
         seqlen = getattr(problem, name)
-        if tile_rows(seqlen) < rows and not filled:
+        if tile_rows(seqlen) < rows and not packs:
             yield name, f"is {seqlen}, tiles of {rows} rows need more than {rows // 2}"
 
 
@@ -158,7 +157,7 @@ def order_violations(candidate: Candidate, problem: Problem, device: Device) -> 
         yield "longest_first", f"is not set, but {tiles} tiles of unequal length are shared by {device.num_sms} SMs"
     if variant.longest_first and not ordered:
         yield "longest_first", f"is set, but {idle}"
-    packs = problem.batch * problem.heads_q // config.packed_heads
+    packs = head_packs(problem, config)
     if config.head_group > max(1, packs):
         yield "head_group", f"is {config.head_group}, batch * heads_q / packed_heads is {packs}"
     elif config.head_group > 1 and not ordered:
@@ -211,7 +210,7 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
     )
     for rows, keys, packed, q_stages in sorted(smaller, key=lambda tile: -tile[0] * tile[1]):
         numbers = replace(config, block_m=rows, block_n=keys, num_warps=rows // 16, packed_heads=packed, q_stages=q_stages)
-        packs, ordered = problem.batch * problem.heads_q // packed, is_ordered(problem, device, numbers)
+        packs, ordered = head_packs(problem, numbers), is_ordered(problem, device, numbers)
         shrunk = Candidate(
             variant=replace(
                 variant,
