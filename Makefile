@@ -18,8 +18,9 @@ pip := $(python) -m pip --disable-pip-version-check
 demo: .venv/demo
 	.venv/bin/flashgen demo
 
+# Two files at a time take little more than half the time; more would crowd a GPU.
 test: check
-	$(python) -m pytest
+	$(python) -m pytest --numprocesses=2 --dist=loadfile
 
 check: .venv/test
 	$(python) -m ruff check .

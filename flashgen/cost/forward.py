@@ -28,7 +28,7 @@ from flashgen.schedule import (
 
 @dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """What a kernel's loop over keys does: so many blocks of so many scores, and the cycles of an SM for one of them.
+    """What a kernel's loop over keys does: so many blocks of so many scores and exponentials, and the cycles of an SM for one of them.
 
     units         cycles by unit; issue is without the cut of a mask.
     loaded_bytes  from L2, smem_bytes in shared memory, for a block.
@@ -39,7 +39,7 @@ class _Loop:
     blocks: int
     masked_blocks: int
     scores: int
-    rows: int
+    exps: int
     units: dict[str, float]
     cut_issue: float
     cycles: float
@@ -69,7 +69,7 @@ def works(candidate: Candidate, problem: Problem, device: Device, resources: Res
     return [
         Work(
             flops=2.0 * loop.scores * sum(_tile_dims(candidate, problem)) * loop.blocks,
-            exp_ops=float((loop.scores + loop.rows) * loop.blocks),
+            exp_ops=float(loop.exps * loop.blocks),
             smem_bytes=float(loop.smem_bytes * loop.blocks),
             l2_bytes=float(loop.loaded_bytes * loop.blocks + query_bytes + theory.compulsory_write_bytes(problem)),
             dram_bytes=dram_bytes,
@@ -141,7 +141,7 @@ def _triton_loop(candidate: Candidate, problem: Problem, device: Device, resourc
         blocks=blocks,
         masked_blocks=heads * walked.cut if variant.masked_apart else blocks,
         scores=scores,
-        rows=block_m,
+        exps=scores + block_m,
         units=units,
         cut_issue=cut_issue,
         cycles=cycles,
@@ -179,13 +179,10 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     second = max(2.0 * scores * dim_v / rate, read_second / device.smem_bytes_per_clock)
     smem_moved = read_first + read_second + block_n * (dim_qk + dim_v) * size * loaded / walked
     loaded_bytes = block_n * (problem.head_dim_qk + problem.head_dim_v) * size * loaded / walked
-    issue = _issue(WARPGROUP_ROWS, scores, dim_v, 4, fitted)
-    if variant.lazy_rescale:
-        issue += fitted.issue_per_vote - WARPGROUP_ROWS * dim_v * fitted.issue_per_output / 32 / 4
     units = {
         "tensor": first + second,
-        "exp": (scores + WARPGROUP_ROWS) / device.exp_per_clock,
-        "issue": issue,
+        "exp": scores / device.exp_per_clock,
+        "issue": _issue(0, scores, dim_v, 4, fitted),  # no maxima, and no rescales, unless references move
         "smem": smem_moved / device.smem_bytes_per_clock,
         "l2": loaded_bytes / l2_bytes_per_cycle(device, fitted),
     }
@@ -198,9 +195,9 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     sharing = walked / loaded  # warpgroups at a block, in the mean: fewer where some of them skip it, and wait for the others
 
     def cycles(issue: float) -> float:
-        """As in `cycles_of_block`, but a warpgroup may multiply beside its own softmax."""
+        """As in `cycles_of_block`, but a warpgroup may multiply beside its own softmax: up to head dim 64 it waits for both products."""
         softmax = units["exp"] + issue
-        beside = fitted.own_overlap * min(second, softmax) if variant.order == "qk_first" else 0.0
+        beside = fitted.own_overlap * min(second, softmax) if variant.order == "qk_first" and dim_v > 64 else 0.0
         alone = products + softmax - beside + wait
         met = meeting * (products**2 + softmax**2) / alone
         return max(*units.values(), (alone + (sharing - 1) * met) / sharing)
@@ -209,7 +206,7 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
         blocks=blocks,
         masked_blocks=max(0, min(blocks, masked_blocks)),
         scores=scores,
-        rows=WARPGROUP_ROWS,
+        exps=scores,
         units=units,
         cut_issue=cut_issue,
         cycles=cycles(units["issue"]),

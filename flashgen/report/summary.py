@@ -159,7 +159,7 @@ def label(candidate: Candidate) -> str:
     of these two."""
     variant, config = candidate.variant, candidate.config
     if variant.backend == "hopper":
-        structure, names = ["hopper", variant.order], ["ping_pong", "lazy_rescale", "scale_first", "fused", "split_roles", "float16_dq"]
+        structure, names = ["hopper", variant.order], ["ping_pong", "scale_first", "fused", "split_roles", "float16_dq"]
         config = replace(config, persistent=False)
     else:
         structure, names = [variant.load], ["masked_apart", "longest_first", "scale_first"]

@@ -13,7 +13,6 @@ from flashgen.schedule import WARPGROUP_ROWS, forward_tiles, head_packs, most_pa
 
 ORDERS = ("qk_first", "pv_first")
 MOST_STAGES = 4
-LEAST_LAZY = 128  # accumulators of a thread: worth 5 % with as many, and costs 4 % with 64 (H200, d 256 and 128, N 8192, 2026-11-30)
 # Heads are packed by default where that leaves fewer than this share of the tiles: 1.57 times as fast with half the rows of 128 filled
 # otherwise, a tie with 0.97 of the tiles, and up to 20 % slower where it saves none (H200, groups of 8, 2026-11-30).
 WORTH_PACKING = 0.9
@@ -21,6 +20,7 @@ WORTH_PACKING = 0.9
 # What these kernels have no choice of.
 FIXED: dict[str, Any] = {
     "load": "tma",
+    "lazy_rescale": True,
     "maxnreg": None,
     "masked_apart": True,
     "persistent": True,
@@ -62,7 +62,6 @@ def axes(problem: Problem, device: Device) -> dict[str, list[Any]]:
     return {
         "order": list(ORDERS),
         "ping_pong": [True, False],
-        "lazy_rescale": [False, True],
         "block_m": [64, 128, 192],
         "block_n": [64, 128],
         "num_warps": [4, 8, 12],
@@ -119,11 +118,6 @@ def tile_violations(candidate: Candidate, problem: Problem, device: Device) -> I
         yield "order", f"is {variant.order!r}, must be one of {', '.join(ORDERS)}"
     if wanted > limit:
         yield "registers", f"a consumer's thread needs about {wanted}, it has {limit}"
-
-    # A rescale that is skipped must cost more than to find out whether it may be.
-    accumulators = schedule.specialised_dims(problem)[1] // 2
-    if variant.lazy_rescale and accumulators < LEAST_LAZY:
-        yield "lazy_rescale", f"is set, but a thread has {accumulators} accumulators, and it only pays from {LEAST_LAZY} on"
 
     # Turns are taken by two warpgroups or more. A second buffer of Q is for a program's second tile.
     if variant.ping_pong and config.block_m <= WARPGROUP_ROWS:
@@ -192,7 +186,7 @@ def pick(problem: Problem, device: Device) -> Candidate:
     packed = replace(numbers, packed_heads=most_packed(problem))
     if forward_tiles(problem, packed) < WORTH_PACKING * forward_tiles(problem, numbers):
         numbers = packed
-    variant = Variant(backend="hopper", load="tma", order="qk_first", ping_pong=True, lazy_rescale=dim > 128)
+    variant = Variant(backend="hopper", load="tma", order="qk_first", ping_pong=True, lazy_rescale=True)
     return Candidate(variant=variant, config=numbers)
 
 
@@ -214,7 +208,7 @@ def adapt(candidate: Candidate, problem: Problem, device: Device) -> Candidate |
         shrunk = Candidate(
             variant=replace(
                 variant,
-                lazy_rescale=variant.lazy_rescale and schedule.specialised_dims(problem)[1] // 2 >= LEAST_LAZY,
+                lazy_rescale=True,
                 ping_pong=variant.ping_pong and rows > WARPGROUP_ROWS,
                 longest_first=ordered,
                 masked_apart=True,

@@ -22,7 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 LOG2_E = gl.constexpr(1.4426950408889634)
 LN_2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of a warpgroup, pairs of a head and a query
-LAZY_LIMIT = gl.constexpr(8.0)  # the exponentials of a row stay below 2 to this power
+MOST = gl.constexpr(4096.0)  # of a thread's exponentials of a block: if they add up to more, they are taken anew
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # the reference of a row that has seen no key: finite, so that no difference is NaN
+
 
 # Triton 3.8 gave these shorter names, and 3.9 took the long ones away.
 async_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -64,29 +66,198 @@ def pass_turn(WARPGROUP: gl.constexpr, WARPGROUPS: gl.constexpr):
     gl.inline_asm_elementwise(ASM, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
+@gluon.jit
+def split_in_two(tile):
+    """The left and the right half of a product (64, columns)."""
+    HALF: gl.constexpr = tile.shape[1] // 2
+    left, right = tile.reshape([64, 2, HALF]).permute((0, 2, 1)).split()
+    left = gl.convert_layout(left, product_layout(HALF), assert_trivial=True)
+    return left, gl.convert_layout(right, product_layout(HALF), assert_trivial=True)
+
+
+@gluon.jit
+def pieces_of(tile):
+    """A product (64, columns) as a tuple of pieces (64, 8): in each a thread holds two columns of two rows."""
+    COUNT: gl.constexpr = tile.shape[1] // 8
+    pieces = (tile,)
+    for index in gl.static_range(COUNT - 1):
+        pieces = pieces + split_in_two(pieces[index])
+    return pieces[COUNT - 1 :]
+
+
+@gluon.jit
+def of_pieces(pieces, COUNT: gl.constexpr):
+    """The product (64, columns) of these pieces."""
+    for index in gl.static_range(COUNT - 1):
+        pair = gl.join(pieces[2 * index], pieces[2 * index + 1])
+        pieces = pieces + (pair.permute((0, 2, 1)).reshape([64, 2 * pair.shape[1]]),)
+    return gl.convert_layout(pieces[2 * COUNT - 2], product_layout(8 * COUNT), assert_trivial=True)
+
+
 @gluon.constexpr_function
-def products_unless_one(count):
-    """PTX that multiplies count elements by as many factors, which belong to two rows in turn, unless all of the warp's are 1."""
-    first, second = f"${2 * count}", f"${2 * count + 2}"
-    test = f".reg .pred some; setp.neu.f32 some, {first}, 0f3F800000; setp.neu.or.f32 some, {second}, 0f3F800000, some;"
-    products = " ".join(f"mul.f32 ${place}, ${place}, ${2 * count + place};" for place in range(count))
-    return "{ " + test + " vote.sync.any.pred some, some, 0xffffffff; @!some bra DONE; " + products + " DONE: }"
+def settling(count, convert, limit):
+    """PTX that looks at the sums of a block's exponentials, and if they are too large for some thread of the warp takes all anew.
+
+    A thread has count scores, of two rows: two of the one and two of the other in turn. Its operands are, in pieces of four registers:
+
+    results  the exponentials, in pairs; of each row its reference, and its sum before the block; of each row its sum of the block, and
+             the factor for what was accumulated before; and in one of four registers whether there are such factors.
+    inputs   the first two of these as they were, in the registers of the results; of each row its sum of the block, twice; the scores;
+             and the scale, four times.
+    """
+    kept, block, need, sums = (count // 2 + place for place in (0, 4, 8, 12 + count // 2 + 4))
+    score, scale = sums + 4, f"${sums + 4 + count}"
+    lines = [".reg .pred some;", ".reg .f32 all, other, first, second, most0, most1;"]
+    # A sum that is not a number is beyond the limit too.
+    lines += [f"add.f32 all, ${sums}, ${sums + 2};", f"setp.gtu.f32 some, all, {limit};", "vote.sync.any.pred some, some, 0xffffffff;"]
+    lines += [f"selp.f32 ${need}, 0f3F800000, 0f00000000, some;"]
+    lines += [f"mov.f32 ${block}, ${sums};", f"mov.f32 ${block + 2}, ${sums + 2};", "@!some bra DONE;"]
+    for row in range(2):
+        reference, before, total, factor = (f"${place + 2 * row}" for place in (kept, kept + 1, block, block + 1))
+        most = f"most{row}"
+        own = [f"${score + place}" for place in range(count) if place // 2 % 2 == row]
+        lines += [f"mov.f32 {most}, {own[0]};"] + [f"max.f32 {most}, {most}, {each};" for each in own[1:]]
+        for lanes in (1, 2):  # the four threads of a row
+            lines += [f"shfl.sync.bfly.b32 other, {most}, {lanes}, 31, 0xffffffff;", f"max.f32 {most}, {most}, other;"]
+        lines += [f"mul.f32 {most}, {most}, {scale};", f"max.f32 {most}, {most}, {reference};"]
+        lines += [f"sub.f32 {factor}, {reference}, {most};", f"ex2.approx.ftz.f32 {factor}, {factor};"]
+        lines += [f"mov.f32 {reference}, {most};", f"mul.f32 {before}, {before}, {factor};", f"mov.f32 {total}, 0f00000000;"]
+    for pair in range(count // 2):
+        row = pair % 2
+        for place, name in ((2 * pair, "first"), (2 * pair + 1, "second")):
+            lines += [f"neg.f32 {name}, most{row};", f"fma.rn.f32 {name}, ${score + place}, {scale}, {name};"]
+            lines += [f"ex2.approx.ftz.f32 {name}, {name};", f"add.f32 ${block + 2 * row}, ${block + 2 * row}, {name};"]
+        # Two pieces of exponentials share four registers.
+        lines += [f"{convert} ${pair // 4 * 4 + row * 2 + pair // 2 % 2}, second, first;"]
+    return "{ " + " ".join(lines) + " DONE: }"
+
+
+@gluon.constexpr_function
+def registers_of_settling(count):
+    """The operands of settling."""
+    changed = ["r"] * (count // 2) + ["f"] * 4
+    return ",".join(["=" + kind for kind in changed + ["f"] * 8] + [str(place) for place in range(len(changed))] + ["f"] * (4 + count + 4))
+
+
+@gluon.constexpr_function
+def types_of_pieces(*counted):
+    """So many pieces of each type."""
+    return tuple(dtype for count, dtype in counted for _ in range(count))
+
+
+@gluon.constexpr_function
+def products_if_needed(count):
+    """PTX that multiplies count elements, of two rows in turn, by the factors that `settling` gave in its last two pieces, if any."""
+    test = f".reg .pred some; setp.neu.f32 some, ${2 * count + 4}, 0f00000000; @!some bra.uni DONE;"
+    products = " ".join(f"mul.f32 ${place}, ${place}, ${2 * count + 1 + (place & 2)};" for place in range(count))
+    return "{ " + test + " " + products + " DONE: }"
 
 
 @gluon.constexpr_function
 def registers_of_products(count):
-    """The operands of products_unless_one: results, elements in the same registers, factors."""
-    return ",".join(["=f"] * count + [str(place) for place in range(count)] + ["f"] * count)
+    """The operands of products_if_needed."""
+    return ",".join(["=f"] * count + [str(place) for place in range(count)] + ["f"] * 8)
+
+
+@gluon.constexpr_function
+def pair_conversion(dtype):
+    """The PTX instruction that makes two numbers of a type from two in float32."""
+    return "cvt.rn.bf16x2.f32" if dtype == gl.bfloat16 else "cvt.rn.f16x2.f32"
 
 
 @gluon.jit
-def scaled_if_needed(tile, factor):
-    """A tile times a factor a row, where a warp whose factors are all 1 multiplies nothing."""
-    ASM: gl.constexpr = products_unless_one(32)
-    REGISTERS: gl.constexpr = registers_of_products(32)
-    factors = gl.convert_layout(factor, gl.SliceLayout(1, tile.type.layout))[:, None]
-    tile, factors = gl.broadcast(tile, factors)
-    return gl.inline_asm_elementwise(ASM, REGISTERS, [tile, factors], dtype=gl.float32, is_pure=True, pack=32)
+def as_piece(first, second):
+    """Two numbers a thread and row (64, 4) in one piece."""
+    return gl.convert_layout(gl.join(first, second).reshape([64, 8]), product_layout(8), assert_trivial=True)
+
+
+@gluon.jit
+def halves(piece):
+    """What as_piece put together."""
+    return piece.reshape([64, 4, 2]).split()
+
+
+@gluon.jit
+def of_threads(numbers):
+    """A number a row (64,) as each of the row's four threads has it (64, 4)."""
+    numbers = gl.convert_layout(numbers, gl.SliceLayout(1, product_layout(8)), assert_trivial=True)[:, None]
+    first, second = halves(gl.broadcast(numbers, gl.zeros([64, 8], gl.float32, product_layout(8)))[0])
+    return first
+
+
+@gluon.jit
+def packed(weights, OPERAND: gl.constexpr):
+    """Pieces of exponentials in a 16-bit type, two neighbours in an integer and two pieces in one; and their sums (64, 4).
+
+    As integers they go through a loop as they are. Halves of registers would be put together again in each step.
+    """
+    ASM: gl.constexpr = pair_conversion(OPERAND) + " $0, $2, $1;"
+    pairs = ()
+    for index in gl.static_range(len(weights)):
+        first, second = halves(weights[index])
+        pairs = pairs + (gl.inline_asm_elementwise(ASM, "=r,f,f", [first, second], dtype=gl.int32, is_pure=True, pack=1),)
+    pieces = ()
+    sums = weights[0]
+    for index in gl.static_range(len(weights) // 2):
+        pieces = pieces + (as_piece(pairs[2 * index], pairs[2 * index + 1]),)
+    for index in gl.static_range(1, len(weights)):
+        sums += weights[index]
+    first, second = halves(sums)
+    return pieces, first + second
+
+
+@gluon.jit
+def unpacked(pieces, OPERAND: gl.constexpr):
+    """Exponentials (64, BLOCK_N) that were packed."""
+    COUNT: gl.constexpr = 2 * len(pieces)
+    ASM: gl.constexpr = "mov.b32 $0, $2; mov.b32 $1, $4;"
+    TYPES: gl.constexpr = types_of_pieces((1, OPERAND))
+    weights = ()
+    for index in gl.static_range(COUNT):
+        pairs = halves(pieces[index // 2])[index % 2]
+        weights = weights + gl.inline_asm_elementwise(ASM, "=r,=r,r,r,r,r", [as_piece(pairs, pairs)], dtype=TYPES, is_pure=False, pack=4)
+    return of_pieces(weights, COUNT)
+
+
+@gluon.jit
+def guessed(scores, scale, reference):
+    """The exponentials of a block of scores, in pieces, on the guess that the references (64, 4) of the blocks before will do."""
+    pieces = pieces_of(scores)
+    references = as_piece(reference, reference)
+    weights = ()
+    for index in gl.static_range(len(pieces)):
+        weights = weights + (gl.exp2(pieces[index] * scale - references),)
+    return weights
+
+
+@gluon.jit
+def settled(scores, scale, weights, sums, reference, row_sum, LIMIT: gl.constexpr, OPERAND: gl.constexpr):
+    """Exponentials, packed, references and sums of rows after a block, and for `followed` what moved them.
+
+    References and exponentials stay as they were, but in a warp with a thread whose exponentials of the block add up to more than LIMIT.
+    There each row's reference becomes its maximum, and all the rest follows it. Nothing there waits for another warp.
+    """
+    COUNT: gl.constexpr = len(weights)
+    ASM: gl.constexpr = settling(8 * COUNT, pair_conversion(OPERAND), LIMIT)
+    REGISTERS: gl.constexpr = registers_of_settling(8 * COUNT)
+    TYPES: gl.constexpr = types_of_pieces((COUNT, gl.int32), (3, gl.float32))
+    scales = gl.full([64, 8], scale, gl.float32, product_layout(8))
+    given = weights + (as_piece(reference, row_sum), as_piece(sums, sums)) + pieces_of(scores) + (scales,)
+    changed = gl.inline_asm_elementwise(ASM, REGISTERS, given, dtype=TYPES, is_pure=True, pack=4)
+    reference, row_sum = halves(changed[COUNT])
+    sums, factor = halves(changed[COUNT + 1])
+    return changed[:COUNT], reference, row_sum + sums, changed[COUNT + 1 :]
+
+
+@gluon.jit
+def followed(accumulated, moved):
+    """What was accumulated, multiplied by the factors of its rows in a warp where a reference moved."""
+    COUNT: gl.constexpr = accumulated.shape[1] // 8
+    ASM: gl.constexpr = products_if_needed(4 * COUNT)
+    REGISTERS: gl.constexpr = registers_of_products(4 * COUNT)
+    TYPES: gl.constexpr = types_of_pieces((COUNT, gl.float32))
+    products = gl.inline_asm_elementwise(ASM, REGISTERS, pieces_of(accumulated) + moved, dtype=TYPES, is_pure=True, pack=4)
+    return of_pieces(products, COUNT)
 
 
 @gluon.jit
@@ -168,16 +339,10 @@ def issue_output(weights, v_memory, slot, accumulated):
 
 @gluon.jit
 def as_operand(weights, v_memory):
-    """Exponentials in the type of V, as the left operand of a product: they stay in the registers where they are."""
+    """Packed exponentials as the left operand of a product: they stay in the registers where they are."""
     BLOCK_D: gl.constexpr = v_memory.shape[4]
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, product_layout(BLOCK_D), 2)
-    return gl.convert_layout(weights.to(v_memory.dtype), LAYOUT)
-
-
-@gluon.jit
-def partial_sum(weights):
-    """Sums (64, 8) over the keys that each thread holds; the threads of a row add theirs up at the end of a tile."""
-    return gl.sum(weights.reshape([ROWS, weights.shape[1] // 8, 8]), 1)
+    return gl.convert_layout(unpacked(weights, v_memory.dtype), LAYOUT)
 
 
 @gluon.jit
@@ -206,45 +371,56 @@ def masked(scores, start, key_start, sizes, QUERIES: gl.constexpr):
 
 
 @gluon.jit
-def softmax_step(scores, row_max, start, key_start, sizes, scale, QUERIES: gl.constexpr, CUT: gl.constexpr):
-    """Exponentials (64, BLOCK_N) of one block of scores, the factor for what was accumulated before it, and the new running maximum.
-    Everything is in base 2: scale holds log2(e)."""
+def prepared(scores, scale, start, key_start, sizes, QUERIES: gl.constexpr, CUT: gl.constexpr):
+    """Scores (64, BLOCK_N) without those that the mask hides, and by what they are still to be multiplied."""
     if CUT:
         scores = masked(scores, start, key_start, sizes, QUERIES)
-    # The scale is not negative, so it may follow the maximum; the product then fuses with the subtraction.
-    new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
-    # Any reference will do that keeps exponentials in range: one that seldom moves spares most multiplications of the accumulator.
-    new_max = gl.where(new_max - row_max > LAZY_LIMIT, new_max, row_max)
-    reference = new_max
-    if CUT:
-        # A row that has seen no key yet has a maximum of -inf, and -inf minus -inf would be NaN.
-        reference = gl.where(new_max == -float("inf"), 0.0, new_max)
-    weights = gl.exp2(scores * scale - reference[:, None])
-    return weights, gl.exp2(row_max - reference), new_max
+    return scores, scale
+
+
+@gluon.constexpr_function
+def waits_early(BLOCK_D_V):
+    """Whether P V of the block before is waited for together with the scores, and not after the exponentials.
+
+    While it runs its operand is live, and so are the next one and the scores; and ptxas has the next one written after the wait, so it is
+    moved once more. Beside a short product that costs more than the overlap gives.
+    """
+    return BLOCK_D_V <= 64
 
 
 @gluon.jit
 def step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP: gl.constexpr, CUT: gl.constexpr):
-    """One block of keys: adds P V of the block walked before it, and takes the softmax of its own scores."""
-    weights, accumulated, row_max, row_sum = state
+    """One block of keys: adds P V of the block walked before it, and takes the softmax of its own scores.
+
+    Its exponentials are taken against the references of the blocks before: that they will do is a guess, which their sums confirm or not.
+    """
+    weights, accumulated, references, row_sum = state
     q_memory, k_memory, v_memory, out_memory = memory
     q_full, q_empty, full, empty = barriers
     NUM_STAGES: gl.constexpr = k_memory.shape[0]
+    EARLY: gl.constexpr = waits_early(v_memory.shape[4])
     WARPGROUPS: gl.constexpr = out_memory.shape[0]
+    if EARLY:
+        weights = as_operand(weights, v_memory)
     slot = position % NUM_STAGES
     mbarrier.wait(full.index(slot), position // NUM_STAGES & 1)
     take_turn(WARPGROUP)
     scores = issue_scores(q_memory, buffer, k_memory, slot)
     accumulated = issue_output(weights, v_memory, slot, accumulated)
     pass_turn(WARPGROUP, WARPGROUPS)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    weights, rescale, row_max = softmax_step(scores, row_max, start, key_start, sizes, scale, q_memory.shape[3], CUT)
-    sums = partial_sum(weights)
-    row_sum = scaled(row_sum, rescale) + sums
-    accumulated = warpgroup_mma_wait(0, deps=(accumulated,))
-    mbarrier.arrive(empty.index(slot), count=1)
-    accumulated = scaled_if_needed(accumulated, rescale)
-    return as_operand(weights, v_memory), accumulated, row_max, row_sum
+    if EARLY:
+        scores, accumulated = warpgroup_mma_wait(0, deps=(scores, accumulated))
+        mbarrier.arrive(empty.index(slot), count=1)
+    else:
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+    scores, scale = prepared(scores, scale, start, key_start, sizes, q_memory.shape[3], CUT)
+    weights, sums = packed(guessed(scores, scale, references), v_memory.dtype)
+    weights, references, row_sum, moved = settled(scores, scale, weights, sums, references, row_sum, MOST, v_memory.dtype)
+    if not EARLY:
+        accumulated = warpgroup_mma_wait(0, deps=(accumulated,))
+        mbarrier.arrive(empty.index(slot), count=1)
+        weights = as_operand(weights, v_memory)
+    return weights, followed(accumulated, moved), references, row_sum
 
 
 @gluon.jit
@@ -283,10 +459,13 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
         next_batch, next_head_q, head_kv, tile_start, next_first, tile_blocks, next_head = tile_at(schedule, next_index)
         buffer = index % Q_STAGES * WARPGROUPS + WARPGROUP
         key_start = (first + blocks - 1) * BLOCK_N
-        row_max = gl.full([ROWS], -float("inf"), gl.float32, ROW)
-        exponentials, rescale, row_max = softmax_step(scores, row_max, start, key_start, sizes, scale, QUERIES, CUTS > 0)
+        scores, factor = prepared(scores, scale, start, key_start, sizes, QUERIES, CUTS > 0)
+        row_max = gl.maximum(gl.max(scores, 1) * factor, LOWEST)
+        weights, row_sum = packed(pieces_of(gl.exp2(scores * factor - row_max[:, None])), v_memory.dtype)
+        if not waits_early(BLOCK_D_V):
+            weights = as_operand(weights, v_memory)
         accumulated = gl.zeros([ROWS, BLOCK_D_V], gl.float32, product_layout(BLOCK_D_V))
-        state = (as_operand(exponentials, v_memory), accumulated, row_max, partial_sum(exponentials))
+        state = (weights, accumulated, of_threads(row_max), row_sum)
         whole_from = 1
         if CUTS > 1:
             whole_end = gl.minimum(gl.maximum(start + band_high + 1, 0), seqlen_kv) // BLOCK_N
@@ -300,7 +479,9 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
             position += 1
             key_start -= BLOCK_N
             state = step(buffer, position, state, memory, barriers, start, key_start, sizes, scale, WARPGROUP, False)
-        weights, accumulated, row_max, row_sum = state
+        weights, accumulated, references, row_sum = state
+        if waits_early(BLOCK_D_V):
+            weights = as_operand(weights, v_memory)
         mbarrier.arrive(q_empty.index(buffer), count=1)
 
         # The last P V, and the next tile's first scores; after the last tile these come from whatever lies there, and are dropped.
@@ -330,11 +511,12 @@ def consumer(out, lse, schedule, memory, barriers, sizes, scale, WARPGROUP: gl.c
         pass_turn(WARPGROUP, WARPGROUPS)
         # A row without a visible key has summed up nothing: it gives 0, and -inf as its log-sum-exp.
         total = gl.convert_layout(gl.sum(row_sum, 1), ROW)
-        total = gl.where(total == 0.0, 1.0, total)
+        row_lse = gl.convert_layout(gl.max(references, 1), ROW) + gl.log2(total)
         rows = gl.arange(0, ROWS, ROW)
         queries = out_start + rows % QUERIES
         places = (head + rows // QUERIES).to(gl.int64) * seqlen_q + queries
-        gl.store(lse + places, (row_max + gl.log2(total)) * LN_2, mask=queries < seqlen_q)
+        gl.store(lse + places, row_lse * LN_2, mask=queries < seqlen_q)
+        total = gl.where(total == 0.0, 1.0, total)
         accumulated = warpgroup_mma_wait(1, deps=(accumulated,))
         if SKIPS:
             mbarrier.arrive(empty.index(last_slot), count=1, pred=position > last)

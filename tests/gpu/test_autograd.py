@@ -167,7 +167,8 @@ def test_other_stream() -> None:
         torch.cuda.current_stream().wait_stream(stream)
         gradients = torch.autograd.grad(out, (q, k, v), dout)
         torch.cuda.synchronize()
-        assert all(torch.equal(one, other) for one, other in zip(gradients, right))
+        assert all(torch.equal(one, other) for one, other in zip(gradients[1:], right[1:]))
+        torch.testing.assert_close(gradients[0], right[0])  # the fastest kernels add dq up in any order
 
 
 def test_graph_of_a_training_step() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import random
 import zlib
 from dataclasses import replace
@@ -9,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashgen import check, launch, space
+from flashgen import check, launch, reference, space
 from flashgen.build import build
 from flashgen.candidate import Candidate
 from flashgen.device import Device
@@ -98,6 +99,44 @@ def judge(stated: Problem, candidates: list[Candidate]) -> None:
             results.append((case.out.clone(), case.lse.clone()))
         for out, lse in results[1:]:
             assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1]), f"{stated}: {candidate}"
+
+
+# What is added to the scores of 64 keys, counted from the last ones, which are walked first.
+RISES = {
+    "by little": lambda block: 3.0 * block,
+    "beyond the guess now and then": lambda block: 50.0 * (block // 3),
+    "fast": lambda block: 2.0**block,
+    "up and down": lambda block: random.Random(block).choice([-3000.0, 0.0, 0.0, 100.0, 3000.0]),
+}
+
+
+@pytest.mark.parametrize("rise", RISES)
+@pytest.mark.parametrize("dims", ["64", "128", "256"])
+@pytest.mark.parametrize("mask", ["full", "causal", "both sides"])
+def test_references_follow_scores_that_rise(mask: str, dims: str, rise: str) -> None:
+    """They rise from block to block for a third of the queries, and fall for another. NaN in a query or key reaches no one else."""
+    stated = problem(mask, dims, 577, 1030)
+    dim, scale, random_rows = stated.head_dim_qk, stated.head_dim_qk**-0.5, torch.Generator("cuda").manual_seed(5)
+    query, key, value = check.inputs(stated, "cuda", seed=7)
+    blocks = (stated.seqlen_kv - 1 - torch.arange(stated.seqlen_kv)) // 64
+    rises = torch.tensor([RISES[rise](int(block)) for block in blocks], device="cuda") / scale
+    heads_first = (0, 1, 2, 3) if stated.layout == "bhsd" else (0, 2, 1, 3)
+    queries, keys = query.permute(heads_first), key.permute(heads_first)
+    queries[..., 0] = torch.randint(-1, 2, (stated.seqlen_q,), generator=random_rows, device="cuda").to(query.dtype)
+    keys[..., 0] = rises.to(key.dtype)
+    queries[0, 0, 300, dim - 1] = keys[1, 0, 500, 3] = math.nan
+    given = dict(mask=stated.mask, window=stated.window, scale=scale, layout=stated.layout)
+    expected, expected_lse = reference.attention(query, key, value, **given)
+    plain, _ = reference.plain(query, key, value, **given)
+    allowed = 1e-3 + 2 * float((plain - expected).abs().nan_to_num().max())
+    for candidate in structures(mask, dims):
+        out = torch.full_like(expected, math.inf, dtype=query.dtype)
+        lse = torch.full_like(expected_lse, math.inf, dtype=torch.float32)
+        kernel = build(candidate, stated, Device.current())
+        launch.prepare(kernel, stated, query, key, value, out, lse, Device.current())(query, key, value, out, lse, scale)
+        assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(lse.isnan(), expected_lse.isnan()), candidate
+        assert float((out - expected).abs().nan_to_num().max()) < allowed, candidate
+        torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-3, equal_nan=True)
 
 
 @pytest.mark.parametrize("dims", ["64", "128", "256"])
