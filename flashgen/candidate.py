@@ -29,7 +29,7 @@ class Variant:
                      that only other warpgroups fill its softmax. Empty for triton.
     ping_pong        the warpgroups of a hopper kernel take turns in issuing products, so that one multiplies while another takes a softmax.
     lazy_rescale     a block's exponentials are taken against the references of the blocks before it, without its maximum. Only in a warp
-                     where they add up to more than 2^12 do references move to the maximum, are all exponentials taken anew, and
+                     with a thread whose exponentials add up to more than 2^12 do references move to the maximum, are all taken anew, and
                      accumulators multiplied. Every forward hopper kernel does so.
     masked_apart     blocks that the mask or the end of the keys cuts have a loop of their own; else one loop masks every block.
     longest_first    row blocks are launched from the last to the first, so that causal work ends evenly.

@@ -164,16 +164,16 @@ def is_ordered(problem: Problem, device: Device, config: Config) -> bool:
 
 
 def pick(problem: Problem, device: Device) -> Candidate:
-    """A good kernel for large problems with these head dims, as measured on an H200 (2026-11-30); it may not fit."""
+    """A good kernel for large problems with these head dims, as measured on an H200 (2026-12-01); it may not fit."""
     dim = max(schedule.specialised_dims(problem))
     if dim <= 64 and problem.band != (None, None) and problem.seqlen_q <= 1024:
-        block_m, block_n = 128, 128  # 373 TFLOP/s causal at N 1024; 192 x 128 312
+        block_m, block_n = 128, 128  # 368 TFLOP/s causal at N 1024; 192 x 128 351
     elif dim <= 64:
-        block_m, block_n = 192, 128  # 552 TFLOP/s full, 527 causal (N 8192); 128 x 128 466 and 472
+        block_m, block_n = 192, 128  # 625 TFLOP/s full, 592 causal (N 8192); 128 x 128 478 and 457
     elif dim <= 128:
-        block_m, block_n = 128, 128  # 655 and 660
+        block_m, block_n = 128, 128  # 755 and 720
     else:
-        block_m, block_n = 128, 64  # 723 and 707
+        block_m, block_n = 128, 64  # 784 and 742
     numbers = Config(
         block_m=block_m,
         block_n=block_n,
