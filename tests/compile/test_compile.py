@@ -191,10 +191,12 @@ def test_machine_code_of_hopper_kernels(candidate: Candidate, problem: Problem, 
         print(f"\n{triton.__version__}: {candidate}: {between} loads and stores of spills between products", end=" ")
     # Outside the loops up to 48 bytes were seen with Triton 3.6; the ptxas of 3.9 (13.4) needs more registers for the same code.
     old = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
-    # The largest backward tile spills some numbers of the loop, and is the fastest at head dim 64 all the same.
+    # The largest backward tile spills some numbers of the loop, and is the fastest at head dim 64 all the same. A forward kernel at head
+    # dim 256 that stores the LSE reloads one number in each step.
     large = problem.direction == "backward" and candidate.config.block_m == 128
+    wide = problem.direction == "forward" and problem.head_dim_v == 256 and candidate.variant.store_lse
     assert outcome.spill_bytes <= ((128 if large else 64) if old else 256)
-    assert between <= (16 if large else 0) or not old
+    assert between <= (16 if large else 1 if wide else 0) or not old
 
 
 def test_packed_heads_change_nothing_but_boxes() -> None:
