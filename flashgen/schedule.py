@@ -12,6 +12,7 @@ from flashgen.problem import Problem
 
 WARPGROUP_ROWS = 64  # of a product of one warpgroup
 DQ_ROWS, DQ_KEYS = 128, 64  # that a program of a backward hopper kernel owns, and walks at a time, where dq has a loop of its own
+EARLY_DIM = 64  # up to so many columns of V a forward hopper kernel that issues scores first waits for P V together with them
 MOST_PART = 128  # columns of the output that a warpgroup of a hopper kernel writes at once
 _BLOCKS_OF_A_TILE = 0.7  # a tile of a hopper kernel costs as much outside its loop as about so many blocks of keys
 _TILES_OF_A_KEY_BLOCK = 1.0  # and a block of keys of a backward hopper kernel as much as about so many row tiles

@@ -12,6 +12,7 @@ from flashgen.problem import Problem
 from flashgen.record import Resources
 from flashgen.resources import resident, uses_warpgroups
 from flashgen.schedule import (
+    EARLY_DIM,
     WARPGROUP_ROWS,
     cuts,
     forward_tiles,
@@ -89,7 +90,7 @@ def _tile_dims(candidate: Candidate, problem: Problem) -> tuple[int, int]:
 
 
 def _issue(rows: int, scores: int, dim_v: int, warps: int, fitted: Calibration) -> float:
-    """Cycles in which the SM's four schedulers issue the softmax of a block."""
+    """Cycles in which the SM's four schedulers issue the softmax of a block; `rows` of it take a maximum and rescale their output."""
     return (
         scores * fitted.issue_per_score / 32
         + rows * dim_v * fitted.issue_per_output / 32
@@ -195,9 +196,9 @@ def _hopper_loop(candidate: Candidate, problem: Problem, device: Device, resourc
     sharing = walked / loaded  # warpgroups at a block, in the mean: fewer where some of them skip it, and wait for the others
 
     def cycles(issue: float) -> float:
-        """As in `cycles_of_block`, but a warpgroup may multiply beside its own softmax: up to head dim 64 it waits for both products."""
+        """As in `cycles_of_block`, but a warpgroup may multiply beside its own softmax, unless it waits for both products first."""
         softmax = units["exp"] + issue
-        beside = fitted.own_overlap * min(second, softmax) if variant.order == "qk_first" and dim_v > 64 else 0.0
+        beside = fitted.own_overlap * min(second, softmax) if variant.order == "qk_first" and dim_v > EARLY_DIM else 0.0
         alone = products + softmax - beside + wait
         met = meeting * (products**2 + softmax**2) / alone
         return max(*units.values(), (alone + (sharing - 1) * met) / sharing)

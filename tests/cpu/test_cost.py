@@ -407,9 +407,9 @@ def errors_of(measured, backend):
     ]
 
 
-def ranked(measured):
+def ranked(measured, loss):
     """Of each problem: the rank correlation of predicted and measured times, and how many were predicted to beat what is best; among the
-    first three predicted is one within 2 % of the best, and the first one and the best are hopper kernels."""
+    first three predicted is one that loses less than `loss`, and the first one and the best are hopper kernels."""
     correlations, ranks = [], []
     for problem, times in measured:
         predicted = {each: cost.estimate(each, problem, H200).time_s for each in times}
@@ -417,7 +417,7 @@ def ranked(measured):
         best = min(times, key=times.__getitem__)
         ranks.append(sum(time_s < predicted[best] for time_s in predicted.values()))
         first = sorted(times, key=predicted.__getitem__)[:3]
-        assert min(times[each] for each in first) < 1.02 * times[best]
+        assert min(times[each] for each in first) < (1 + loss) * times[best]
         assert all(each.variant.backend == "hopper" for each in (first[0], best))
     return correlations, ranks
 
@@ -432,7 +432,7 @@ def test_hopper_kernels_come_out_near_their_measured_time():
 
 def test_candidates_that_a_search_tried_are_ranked():
     """These are no random sample: the model chose most of them, so many are all but equal, and chance alone orders those."""
-    correlations, ranks = ranked(searched())
+    correlations, ranks = ranked(searched(), loss=0.02)
     assert statistics.mean(correlations) > 0.6
     assert sum(rank < 3 for rank in ranks) > 0.75 * len(ranks)
 
@@ -549,7 +549,7 @@ def test_backward_kernels_come_out_near_their_measured_time(backend, few, median
 
 
 def test_backward_candidates_that_a_search_tried_are_ranked():
-    correlations, ranks = ranked(searched(BACKWARD))
+    correlations, ranks = ranked(searched(BACKWARD), loss=0.01)
     assert statistics.mean(correlations) > 0.87
     assert all(rank < 3 for rank in ranks)
     assert sum(rank == 0 for rank in ranks) > 0.75 * len(ranks)

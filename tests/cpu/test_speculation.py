@@ -10,9 +10,9 @@ import pytest
 from flashgen.build import modules
 from flashgen.candidate import Variant
 from flashgen.render import render
+from flashgen.schedule import EARLY_DIM
 
 KEYS = 64  # of a block
-LIMIT, LOWEST = 4096.0, np.float32(-3.4028234663852886e38)
 LANES = np.arange(32)
 ROWS = LANES[:, None] // 4 + 8 * (np.arange(KEYS // 2)[None, :] // 2 % 2)  # of a warp's 16, for each lane and register
 COLUMNS = 2 * (LANES[:, None] % 4) + np.arange(KEYS // 2)[None, :] % 2 + 8 * (np.arange(KEYS // 2)[None, :] // 4)
@@ -72,11 +72,11 @@ def run(text: str, registers: dict[str, np.ndarray]) -> bool:
 def attention(blocks: list[np.ndarray], values: list[np.ndarray], scale: np.float32) -> tuple[np.ndarray, np.ndarray, list[bool]]:
     """Output (16, 8), log-sum-exp and the blocks whose references moved, of scores (16, KEYS) a block, as a warp finds them."""
     count = KEYS // 2
-    settling = module().settling(count, "cvt.rn.bf16x2.f32", LIMIT)
+    settling = module().settling(count, "cvt.rn.bf16x2.f32", module().MOST.value)
     products = module().products_if_needed(4)
     kept, block, need, sums = (count // 2 + place for place in (0, 4, 8, 12 + count // 2 + 4))
     with np.errstate(all="ignore"):
-        reference = np.fmax(LOWEST, np.fmax.reduce(blocks[0], axis=1) * scale)
+        reference = np.fmax(np.float32(module().LOWEST.value), np.fmax.reduce(blocks[0], axis=1) * scale)
         weights = np.exp2(blocks[0].astype(np.float64) * scale - reference[:, None]).astype(np.float32)
         row_sum = np.stack([weights[:, lane * 2 % 8 :: 8].sum(1) + weights[:, lane * 2 % 8 + 1 :: 8].sum(1) for lane in range(4)], 1)
         out = weights.astype(np.float64) @ values[0]
@@ -166,3 +166,9 @@ def test_a_warp_is_right(name: str) -> None:
     assert any(moved) == (name not in ("even", "falling"))
     if name == "slow":
         assert not all(moved)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_cost_model_knows_when_output_is_waited_for(head_dim: int) -> None:
+    """A template reads no numbers, so this one stands there and in `schedule`."""
+    assert module().waits_early(head_dim) == (head_dim <= EARLY_DIM)

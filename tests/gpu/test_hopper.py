@@ -132,8 +132,7 @@ def test_references_follow_scores_that_rise(mask: str, dims: str, rise: str) -> 
     for candidate in structures(mask, dims):
         out = torch.full_like(expected, math.inf, dtype=query.dtype)
         lse = torch.full_like(expected_lse, math.inf, dtype=torch.float32)
-        kernel = build(candidate, stated, Device.current())
-        launch.prepare(kernel, stated, query, key, value, out, lse, Device.current())(query, key, value, out, lse, scale)
+        launch.bind(candidate, stated, query, key, value, out, lse, Device.current())(query, key, value, out, lse, scale)
         assert torch.equal(out.isnan(), expected.isnan()) and torch.equal(lse.isnan(), expected_lse.isnan()), candidate
         assert float((out - expected).abs().nan_to_num().max()) < allowed, candidate
         torch.testing.assert_close(lse.double(), expected_lse.double(), rtol=1e-5, atol=1e-3, equal_nan=True)
